@@ -1,0 +1,181 @@
+"""FLASH_ATTN: FlashAttention 2 and 3.
+
+Variants, packages and modules:
+    fa3   flash-attn-3, tokenspeed-fa3   flash_attn_interface
+          fa3-fwd                        fa3_fwd_interface     (forward only, bfloat16, no windows)
+    fa2   flash-attn                     flash_attn
+Key-padding masks run by packing: the kept keys are gathered behind one another and the kernel gets their boundaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from omni_attn.backends.flash_kernels import FLASH_FACTS, FLASH_VARIANTS, FlashKernel, import_flash_kernel
+from omni_attn.backends.metadata import AttentionMetadata
+from omni_attn.backends.stated import DENSE_FIELDS, Packed, read_record
+from omni_attn.errors import MetadataError
+from omni_attn.facts import BackendFacts
+from omni_attn.ops.segments import Segment, attend_segments
+
+
+@dataclass(frozen=True, eq=False)
+class FlashMetadata:
+    """M of FLASH_ATTN; all None = dense.
+
+    Attributes:
+        segments: parts of the sequence known on the host.
+        packed: boundaries on the device.
+        key_index: int64 [B * K]; kept keys of all items first, in order. The packed boundaries end before the rest.
+        unused_rows: True for packed query tokens behind the last boundary, [1, T, 1, 1].
+    """
+
+    segments: tuple[Segment, ...] | None = None
+    packed: Packed | None = None
+    key_index: torch.Tensor | None = None
+    unused_rows: torch.Tensor | None = None
+
+
+class FlashMetadataBuilder(AttentionMetadataBuilder):
+    """Makes boundaries and gather indices on the device, without waiting for it."""
+
+    reads: ClassVar[frozenset[str]] = DENSE_FIELDS
+
+    def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> FlashMetadata:
+        """See AttentionMetadataBuilder.build.
+
+        Raises:
+            MetadataError: also for masks other than key padding, and for a mask with causal or a window.
+        """
+        stated = read_record(record, lengths)
+        if stated.segments is not None:
+            return FlashMetadata(segments=stated.segments)
+        if stated.packed is not None:
+            token = torch.arange(lengths[0], device=stated.packed.cu_seqlens_q.device)
+            unused = (token >= stated.packed.cu_seqlens_q[-1])[None, :, None, None]
+            return FlashMetadata(packed=stated.packed, unused_rows=unused)
+        if stated.mask is None:
+            return FlashMetadata()
+        if stated.mask_kind != "padding":
+            raise MetadataError(
+                f"FLASH_ATTN cannot take attn_mask {tuple(stated.mask.shape)} {stated.mask.dtype}: needs a bool key-"
+                "padding mask [B, K]. Choose TORCH_SDPA or CUDNN_ATTN for this role, or add one as fallback"
+            )
+        if self.causal or self.window is not None:
+            raise MetadataError(
+                "FLASH_ATTN cannot take attn_mask together with causal or a window: packing the kept keys moves their "
+                "positions. Choose TORCH_SDPA or CUDNN_ATTN for this role, or add one as fallback"
+            )
+        if record.kv_lengths is not None and len(record.kv_lengths) == 1:
+            return FlashMetadata(segments=(Segment(0, lengths[0], 0, record.kv_lengths[0]),))
+        return _pack_keys(stated.mask, lengths)
+
+
+def _pack_keys(mask: torch.Tensor, lengths: tuple[int, int]) -> FlashMetadata:
+    items, device = mask.shape[0], mask.device
+    boundaries_q = torch.arange(items + 1, device=device, dtype=torch.int32) * lengths[0]
+    boundaries_k = torch.zeros(items + 1, device=device, dtype=torch.int32)
+    boundaries_k[1:] = mask.sum(-1).cumsum(0)
+    kept_first = torch.argsort((~mask).flatten().to(torch.uint8), stable=True)
+    return FlashMetadata(packed=Packed(boundaries_q, boundaries_k, *lengths), key_index=kept_first)
+
+
+class FlashAttentionImpl(AttentionImpl):
+    """One layer on a FlashAttention kernel."""
+
+    def __init__(self, **geometry: Any) -> None:
+        super().__init__(**geometry)
+        self.kernel: FlashKernel = import_flash_kernel(self.variant, self.head_size)
+        self._window = self.window or (-1, -1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: FlashMetadata,
+        **layer_inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """See AttentionImpl.forward."""
+        if metadata.segments is not None:
+            return attend_segments(self._dense, query, key, value, metadata.segments)
+        if metadata.packed is not None:
+            return self._varlen(query, key, value, metadata)
+        return self._dense(query, key, value)
+
+    def forward_with_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionImpl.forward_with_lse."""
+        if metadata.segments is not None or metadata.packed is not None:
+            raise MetadataError(
+                "FLASH_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"
+            )
+        output, lse = self._dense_with_lse(query, key, value)
+        return output, lse.masked_fill(lse == float("inf"), float("-inf"))
+
+    def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._dense_with_lse(query, key, value)[0]
+        return self.kernel.dense(query, key, value, self.softmax_scale, self.causal, self._window)
+
+    def _dense_with_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        run = self.kernel.dense_with_lse_op if torch.compiler.is_compiling() else self.kernel.dense_with_lse
+        return run(query, key, value, self.softmax_scale, self.causal, self._window)
+
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
+    ) -> torch.Tensor:
+        packed = metadata.packed
+        assert packed is not None
+        query_THD, key_TGD, value_TGD = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        if metadata.key_index is not None:
+            key_TGD, value_TGD = key_TGD[metadata.key_index], value_TGD[metadata.key_index]
+        run = self.kernel.varlen_op if torch.compiler.is_compiling() else self.kernel.varlen
+        output_THD = run(
+            query_THD,
+            key_TGD,
+            value_TGD,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_k,
+            packed.max_seqlen_q,
+            packed.max_seqlen_k,
+            self.softmax_scale,
+            self.causal,
+            self._window,
+        )
+        output = output_THD.view(*query.shape[:3], value.shape[-1])
+        return output if metadata.unused_rows is None else output.masked_fill(metadata.unused_rows, 0.0)
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """FlashAttention 2 and 3 from their own packages."""
+
+    facts: ClassVar[BackendFacts] = BackendFacts.of(
+        FLASH_FACTS,
+        summary="FlashAttention 2 and 3 from their own packages",
+        variants=FLASH_VARIANTS,
+        error="2.3e-3",
+        install='pip install "omni-attn[fa3]" (Hopper) or "omni-attn[flash-attn]"',
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """FLASH_ATTN."""
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """FlashAttentionImpl."""
+        return FlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashMetadataBuilder]:
+        """FlashMetadataBuilder."""
+        return FlashMetadataBuilder

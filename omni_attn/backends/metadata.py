@@ -1,0 +1,152 @@
+"""AttentionMetadata: what the calls of one step look like, stated by the model, neutral of any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from omni_attn.errors import MetadataError
+
+STEP_FIELDS = frozenset({"step", "num_steps", "sigma"})
+# A backend that does not read one of these would compute something else than the record says.
+BINDING_FIELDS = frozenset({"attn_mask", "cu_seqlens_q", "cu_seqlens_k", "packed_padding"})
+
+
+@dataclass(frozen=True)
+class VideoLayout:
+    """Where text and video lie in a joint sequence: prefix segments first, then video spans, then padding.
+
+    Attributes:
+        prefix_segments: token counts of the segments before the video (text, condition, audio).
+        spans: latent grids (T, H, W) of the video spans that follow, in order.
+        used_len: tokens in use; what lies behind them is padding.
+    """
+
+    prefix_segments: tuple[int, ...]
+    spans: tuple[tuple[int, int, int], ...]
+    used_len: int
+
+    def __post_init__(self) -> None:
+        counted = sum(self.prefix_segments) + sum(prod(span) for span in self.spans)
+        if counted != self.used_len:
+            raise MetadataError(
+                f"video_layout: segments {self.prefix_segments} and spans {self.spans} hold {counted} tokens, "
+                f"used_len says {self.used_len}: make both the same number"
+            )
+
+
+@dataclass(frozen=True)
+class PackedPadding:
+    """One sequence with structural padding behind it: the first q_length / kv_length tokens are real.
+
+    Padded query rows come out as zeros. Batch size 1.
+    """
+
+    q_length: int
+    kv_length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a builder made from a record for one group of layers.
+
+    Attributes:
+        product: the backend's own metadata M.
+        lengths: (query tokens, key tokens) it holds for.
+        route: index of the impl that runs: 0 = the selected one, 1 = its first fallback, ...
+        reads: record fields that the builder reads.
+        mask_batch, mask_device: batch size (None = any) and device of the mask it was built from, None without one.
+    """
+
+    product: Any
+    lengths: tuple[int, int]
+    route: int = 0
+    reads: frozenset[str] = frozenset()
+    mask_batch: int | None = None
+    mask_device: torch.device | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionMetadata:
+    """One kind of call of a step: masks, packing, geometry, and where in the schedule it stands. Frozen.
+
+    Attributes:
+        attn_mask: `[B, K]` keep-padding mask, or `[B|1, H|1, Sq, Sk]`; bool = keep, float = added to the scores.
+        mask_mode: host fact about the mask: "none" (it hides nothing and is ignored), "padding" or "arbitrary".
+        kv_lengths: host fact: valid keys per batch item, where a `[B, K]` mask keeps a prefix of that length.
+        cu_seqlens_q, cu_seqlens_k: int32 tensors `[N + 1]`, or tuples of ints (host facts), for N sequences packed in
+            `[1, T, H, D]`; k defaults to q.
+        max_seqlen_q, max_seqlen_k: longest packed sequence, host ints; None = the whole length.
+        vsa_dit_seq_shape: the (T, H, W) token grid of a pure video sequence in raster order.
+        video_layout: where segments and video spans lie in a joint sequence.
+        packed_padding: structural padding behind one sequence, as host ints.
+        preserve_vsa_all_blocks: keep the sparse path even when all blocks are selected.
+        step, num_steps: index of the denoising step and their number; sigma: noise level in [0, 1].
+        validate: "shapes", or "values" to also compare device masks with the host facts (costs a synchronisation).
+
+    Raises:
+        MetadataError: fields contradict each other; the text names both sides.
+    """
+
+    attn_mask: torch.Tensor | None = None
+    mask_mode: Literal["none", "padding", "arbitrary"] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    cu_seqlens_q: torch.Tensor | tuple[int, ...] | None = None
+    cu_seqlens_k: torch.Tensor | tuple[int, ...] | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    vsa_dit_seq_shape: tuple[int, int, int] | None = None
+    video_layout: VideoLayout | None = None
+    packed_padding: PackedPadding | None = None
+    preserve_vsa_all_blocks: bool = False
+    step: int | None = None
+    num_steps: int | None = None
+    sigma: float | None = None
+    validate: Literal["shapes", "values"] = "shapes"
+    layer_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    memo: dict[str, Prepared] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mask_mode not in (None, "none", "padding", "arbitrary"):
+            raise MetadataError(f"mask_mode={self.mask_mode!r}: needs 'none', 'padding', 'arbitrary' or None")
+        if self.kv_lengths is not None and self.attn_mask is None:
+            raise MetadataError(
+                "kv_lengths states what attn_mask keeps, and there is no attn_mask: give both"
+            )
+        if self.cu_seqlens_k is not None and self.cu_seqlens_q is None:
+            raise MetadataError("cu_seqlens_k without cu_seqlens_q: packed queries need their own boundaries")
+        if self.packed_padding is not None and self.cu_seqlens_q is not None:
+            raise MetadataError(
+                "packed_padding and cu_seqlens_q both say how tokens are packed: give one of them"
+            )
+        if self.validate not in ("shapes", "values"):
+            raise MetadataError(f"validate={self.validate!r}: needs 'shapes' or 'values'")
+
+    @property
+    def stated(self) -> frozenset[str]:
+        """Names of the fields that differ from an empty record."""
+        return frozenset(
+            f.name for f in fields(self) if f.name != "memo" and _is_stated(getattr(self, f.name), f.name)
+        )
+
+    def at_step(
+        self, step: int, *, num_steps: int | None = None, sigma: float | None = None
+    ) -> AttentionMetadata:
+        """The same call at another step; what was prepared from fields that do not change stays prepared."""
+        kept = {group: made for group, made in self.memo.items() if not made.reads & STEP_FIELDS}
+        count = self.num_steps if num_steps is None else num_steps
+        return replace(self, step=step, num_steps=count, sigma=sigma, memo=kept)
+
+    def with_layer_inputs(self, **tensors: torch.Tensor) -> AttentionMetadata:
+        """The same call with tensors of one layer beside it (`gate_compress`); shares all that was prepared."""
+        return replace(self, layer_inputs={**self.layer_inputs, **tensors})
+
+
+def _is_stated(value: object, name: str) -> bool:
+    if name == "validate":
+        return value == "values"
+    return value is not None and value is not False and not (isinstance(value, Mapping) and not value)

@@ -1,0 +1,145 @@
+"""Public names of backends and the classes behind them. Reads no provider module until one is asked for.
+
+A name's class comes from, first hit wins: a runtime registration, the platform's own table (see platforms), an
+entry point of the group `omni_attn.backends`, the enum.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from enum import Enum
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from omni_attn.config.names import canonical_name, nearest
+from omni_attn.errors import BackendImportError, ConfigError
+
+if TYPE_CHECKING:
+    from omni_attn.backends.abstract import AttentionBackend
+
+ENTRY_POINT_GROUP = "omni_attn.backends"
+
+
+class DiffusionAttentionBackendEnum(Enum):
+    """The backends that come with omni_attn; the value is the default class path."""
+
+    TORCH_SDPA = "omni_attn.backends.torch_sdpa.TorchSDPABackend"
+    CUDNN_ATTN = "omni_attn.backends.cudnn_attn.CuDNNAttentionBackend"
+    FLASH_ATTN = "omni_attn.backends.flash_attn.FlashAttentionBackend"
+
+
+_registered: dict[str, str] = {}
+_classes: dict[str, type[AttentionBackend]] = {}
+_generation = 0
+
+
+def register_diffusion_backend(
+    name: str | DiffusionAttentionBackendEnum, target: str | type[AttentionBackend]
+) -> None:
+    """Adds a backend name, or replaces the class of an existing one, at once.
+
+    Args:
+        name: public name in any case; equal to what the class's get_name() answers.
+        target: "module:Class" or "module.Class" (imported when first selected), or the class itself.
+
+    Raises:
+        ConfigError: the name is empty or holds spaces, or the class answers another name.
+    """
+    global _generation
+    key = name.name if isinstance(name, DiffusionAttentionBackendEnum) else canonical_name(name)
+    if isinstance(target, str):
+        path = target.replace(":", ".")
+        _classes.pop(path, None)
+    else:
+        path = f"{target.__module__}.{target.__qualname__}"
+        _classes[path] = _checked(target, path, key)
+    _registered[key] = path
+    _generation += 1
+
+
+def unregister_diffusion_backend(name: str) -> None:
+    """Takes a runtime registration back; the name falls back to its built-in class, or is gone."""
+    global _generation
+    path = _registered.pop(canonical_name(name), None)
+    if path is not None:
+        _classes.pop(path, None)
+        _generation += 1
+
+
+def generation() -> int:
+    """Grows with every change of the registry; part of each cache key that depends on it."""
+    return _generation
+
+
+def runtime_path(name: str) -> str | None:
+    """The class path that was registered at run time for a canonical name."""
+    return _registered.get(name)
+
+
+def default_path(name: str) -> str:
+    """The class path of a canonical name where nothing was registered at run time.
+
+    Raises:
+        ConfigError: no backend has this name; the text gives the nearest and all names.
+    """
+    if name in _entry_point_paths():
+        return _entry_point_paths()[name]
+    if name in DiffusionAttentionBackendEnum.__members__:
+        return DiffusionAttentionBackendEnum[name].value
+    raise ConfigError(unknown_name_text(name))
+
+
+def registered_names() -> tuple[str, ...]:
+    """All names that can be selected: built in, from entry points, and registered at run time."""
+    return tuple(
+        dict.fromkeys([*DiffusionAttentionBackendEnum.__members__, *_entry_point_paths(), *_registered])
+    )
+
+
+def unknown_name_text(name: str) -> str:
+    """The error text for a name that nobody registered."""
+    names = registered_names()
+    near = nearest(name, names)
+    hint = f" Did you mean {near}?" if near else ""
+    return f"unknown attention backend {name!r}.{hint} Registered here: {', '.join(names)}."
+
+
+def load_backend(class_path: str, name: str) -> type[AttentionBackend]:
+    """The class at a path, checked to be a backend of that name.
+
+    Raises:
+        BackendImportError: the module cannot be imported; its own error is chained.
+        ConfigError: the module has no such class, or it is no backend, or it answers another name.
+    """
+    if class_path not in _classes:
+        module_name, _, class_name = class_path.rpartition(".")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise BackendImportError(f"{name}: module {module_name} cannot be imported: {error}") from error
+        if not hasattr(module, class_name):
+            raise ConfigError(
+                f"{name}: class {class_name} not found in module {module_name}; correct its class path"
+            )
+        _classes[class_path] = getattr(module, class_name)
+    return _checked(_classes[class_path], class_path, name)
+
+
+def _checked(backend: type[AttentionBackend], class_path: str, name: str) -> type[AttentionBackend]:
+    from omni_attn.backends.abstract import AttentionBackend
+
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise ConfigError(
+            f"{name}: {class_path} is no AttentionBackend; derive it from omni_attn.backends.abstract"
+        )
+    if backend.get_name() != name:
+        raise ConfigError(
+            f"{name}: {class_path}.get_name() answers {backend.get_name()!r}; registry key and name must be equal"
+        )
+    return backend
+
+
+@functools.cache
+def _entry_point_paths() -> dict[str, str]:
+    return {canonical_name(p.name): p.value.replace(":", ".") for p in entry_points(group=ENTRY_POINT_GROUP)}

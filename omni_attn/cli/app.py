@@ -1,0 +1,36 @@
+"""The command group: which commands there are, and what happens when one meets a person's mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from omni_attn.cli import backends, check, doctor, explain, run, schema
+from omni_attn.errors import OmniAttnError
+
+MISTAKE = 2
+
+
+class _Group(TyperGroup):
+    """Prints the text of an OmniAttnError to stderr and exits 2; every other exception is our bug and shows."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OmniAttnError as error:
+            typer.secho(str(error), err=True, fg=typer.colors.RED)
+            raise typer.Exit(MISTAKE) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+for command in (run.run, explain.explain, doctor.doctor, check.check, backends.backends, schema.schema):
+    app.command()(command)

@@ -1,0 +1,59 @@
+"""`omni-attn explain`: what every attention role would run, and every candidate's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from omni_attn.cli.options import AsJson, Overrides, PipelineFile
+from omni_attn.cli.target import Assume, Cudnn, Packages, target_platform
+
+if TYPE_CHECKING:
+    from omni_attn.explain import PipelineExplanation, RoleExplanation
+
+COLUMNS = ("role", "category", "layers", "source", "backend", "verdict", "reason")
+
+
+def explain(
+    pipeline: PipelineFile,
+    overrides: Overrides,
+    assume: Assume = None,
+    packages: Packages = None,
+    cudnn: Cudnn = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what every attention role would run, and why, on this machine or on an assumed one. Builds no weights."""
+    from omni_attn.cli.console import print_json, print_line, print_table, warn
+    from omni_attn.config import load_pipeline
+    from omni_attn.explain import explain_pipeline
+
+    config = load_pipeline(pipeline, overrides=overrides)
+    explanation = explain_pipeline(config, target_platform(config, assume, packages, cudnn))
+    if as_json:
+        print_json(explanation.to_dict())
+    else:
+        print_line(
+            f"{config.pipeline} {config.model} on {device_line(explanation, assumed=assume is not None)}"
+        )
+        print_table(COLUMNS, map(verdict_rows, explanation.roles), wrap=("reason",))
+    for path, text in explanation.unmatched.items():
+        warn(f"{path}: {text}")
+    explanation.raise_if_refused()
+
+
+def device_line(explanation: PipelineExplanation, *, assumed: bool) -> str:
+    """The device, the dtype and the packages that count, in one line."""
+    device = explanation.device
+    packages = ", ".join(f"{name} {version}" for name, version in device.packages.items()) or "none"
+    kind = "assumed" if assumed else device.product or device.kind
+    return f"{device.name} ({kind}), {explanation.dtype}; kernel packages: {packages}"
+
+
+def verdict_rows(role: RoleExplanation) -> Iterator[tuple[str, ...]]:
+    """One row per candidate; the first one also names the role."""
+    request = role.request
+    head = (request.role, request.role_category or "-", str(role.layers), role.source)
+    chosen = next((verdict for verdict in role.verdicts if verdict.accepted), None)
+    for number, verdict in enumerate(role.verdicts):
+        word = "selected" if verdict is chosen else "accepted" if verdict.accepted else "rejected"
+        yield (*(head if number == 0 else ("",) * len(head)), verdict.label, word, "; ".join(verdict.reasons))

@@ -1,0 +1,97 @@
+"""The device that a command speaks about: this machine, or one that `--assume` describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omni_attn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omni_attn.config import PipelineConfig
+    from omni_attn.platforms import OmniPlatform
+
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        "--assume",
+        metavar="DEVICE",
+        help="Answer for this device instead of the machine's own: sm_80, sm_90, sm_100, gfx942, cpu, mps, npu, ...",
+    ),
+]
+Packages = Annotated[
+    str | None,
+    typer.Option(
+        "--packages",
+        metavar="NAME=VERSION,...",
+        help="With --assume: distributions installed there, for example fa3-fwd=0.0.3. Without it: none.",
+    ),
+]
+Cudnn = Annotated[
+    int | None,
+    typer.Option(
+        "--cudnn", metavar="VERSION", help="With --assume: cuDNN there, as torch writes it (91900 = 9.19.0)."
+    ),
+]
+
+
+def target_platform(
+    config: PipelineConfig, assume: str | None, packages: str | None, cudnn: int | None
+) -> OmniPlatform | None:
+    """The assumed platform, None for the machine's own.
+
+    Raises:
+        ConfigError: an unknown device, packages that cannot be read, packages or cuDNN without a device, or a
+            pipeline that names another kind of device than the assumed one.
+    """
+    if assume is None:
+        given = [name for name, value in (("--packages", packages), ("--cudnn", cudnn)) if value is not None]
+        if given:
+            raise ConfigError(
+                f"{' and '.join(given)}: describes an assumed device, and none was named. Add --assume, for example "
+                "--assume sm_90."
+            )
+        return None
+    from omni_attn.platforms import current_omni_platform
+    from omni_attn.platforms.assumed import assumed_device
+
+    device = assumed_device(assume, parse_packages(packages or ""), cudnn)
+    asked = config.device.partition(":")[0]
+    if asked not in ("auto", device.kind) and (asked, device.kind) != ("cuda", "rocm"):
+        raise ConfigError(
+            f"--assume {assume}: is a {device.kind} device, and the pipeline says device: {config.device}. "
+            "Add --set device=auto."
+        )
+    return current_omni_platform(device)
+
+
+def parse_packages(text: str) -> dict[str, str]:
+    """The mapping in "name=version,name=version"; names in the index's canonical spelling.
+
+    Raises:
+        ConfigError: an entry without a name or with no valid version; all of them at once.
+    """
+    from packaging.utils import canonicalize_name
+    from packaging.version import InvalidVersion, Version
+
+    packages: dict[str, str] = {}
+    problems: list[str] = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, version = (part.strip() for part in entry.partition("="))
+        try:
+            Version(version)
+        except InvalidVersion:
+            problems.append(
+                f"--packages: {entry!r} names no version. Write NAME=VERSION, for example fa3-fwd=0.0.3."
+            )
+            continue
+        if not name:
+            problems.append(
+                f"--packages: {entry!r} names no package. Write NAME=VERSION, for example fa3-fwd=0.0.3."
+            )
+            continue
+        packages[canonicalize_name(name)] = version
+    if problems:
+        raise ConfigError(*problems)
+    return packages

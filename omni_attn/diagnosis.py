@@ -1,0 +1,138 @@
+"""Which backends this machine can run, found by asking the facts and then constructing each accepted kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform as python_platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from omni_attn import __version__
+from omni_attn.backends.abstract import AttentionBackend
+from omni_attn.backends.registry import load_backend, registered_names
+from omni_attn.config import AttentionSpec
+from omni_attn.errors import BackendImportError
+from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, KernelFacts, choose_variant, evaluate
+from omni_attn.plain import to_plain
+from omni_attn.platforms import OmniPlatform, current_omni_platform
+
+# A layer of which nothing is known that could speak against a backend, and everything that could speak for it.
+ANY_LAYER = AttentionRequest(role="any", num_heads=None, head_size=-1, video_grid=True)
+HEAD_SIZE = 64  # of the kernel that is constructed as a trial; every backend serves it
+
+
+@dataclass(frozen=True)
+class BackendHealth:
+    """One backend on one machine: the variants that can run, or why none can and what to install."""
+
+    backend: str
+    usable: bool
+    variants: tuple[str, ...]
+    reasons: tuple[str, ...]
+    install: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A machine and the health of every registered backend on it."""
+
+    device: DeviceInfo
+    versions: dict[str, str]
+    backends: tuple[BackendHealth, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "device": to_plain(self.device),
+            "versions": self.versions,
+            "backends": [to_plain(health) for health in self.backends],
+        }
+
+    def machine_lines(self) -> Iterator[tuple[str, str]]:
+        """(what, fact) pairs for people."""
+        device = self.device
+        capability = f", compute capability {device.capability}" if device.capability else ""
+        yield "device", f"{device.name} ({device.product or device.kind}){capability}"
+        yield "driver", device.driver or "none"
+        yield from self.versions.items()
+        packages = [f"{name} {found}" for name, found in device.packages.items()]
+        yield "kernels", ", ".join(packages) or "no optional kernel package installed"
+
+
+def diagnose(platform: OmniPlatform | None = None) -> Diagnosis:
+    """The health of every registered backend on a platform (None = this machine's)."""
+    platform = platform or current_omni_platform()
+    return Diagnosis(
+        device=platform.device,
+        versions=_versions(platform.device),
+        backends=tuple(_health(name, platform) for name in registered_names()),
+    )
+
+
+def _health(name: str, platform: OmniPlatform) -> BackendHealth:
+    (verdict,) = platform.evaluate(AttentionSpec(backend=name), ANY_LAYER)
+    try:
+        backend = load_backend(verdict.class_path, name)
+    except BackendImportError as error:
+        return BackendHealth(name, False, (), (str(error),), ())
+    if not verdict.accepted:
+        return BackendHealth(
+            name, False, (), verdict.reasons, _install_commands(backend.facts, platform.device)
+        )
+    broken: list[str] = []
+    working: list[str] = []
+    for variant in _accepted_variants(backend.facts, platform.device):
+        try:
+            _construct(backend, variant)
+            working.append(variant or "")
+        except BackendImportError as error:
+            broken.append(str(error))
+    return BackendHealth(
+        name, bool(working), tuple(filter(None, working)), () if working else tuple(broken), ()
+    )
+
+
+def _accepted_variants(facts: BackendFacts, device: DeviceInfo) -> list[str | None]:
+    names: list[str | None] = [variant.name for variant in facts.variants]
+    return [name for name in names or [None] if not choose_variant(facts, ANY_LAYER, device, name)[1]]
+
+
+def _construct(backend: type[AttentionBackend], variant: str | None) -> None:
+    """Imports the optional package of a backend by constructing one layer's kernel.
+
+    Raises:
+        BackendImportError: the package is there and broken.
+    """
+    if backend.facts.stateless:
+        backend.get_impl_cls()(
+            num_heads=1, num_kv_heads=1, head_size=HEAD_SIZE, softmax_scale=HEAD_SIZE**-0.5, variant=variant
+        )
+
+
+def _install_commands(facts: BackendFacts, device: DeviceInfo) -> tuple[str, ...]:
+    """What would make the backend usable here; nothing where a package is not what is missing."""
+    kernels: list[KernelFacts] = [variant.facts for variant in facts.variants] or [facts]
+    commands = [
+        package.install_command
+        for kernel in kernels
+        if not evaluate(dataclasses.replace(kernel, packages=()), ANY_LAYER, device)
+        for package in kernel.packages
+    ]
+    return tuple(dict.fromkeys(commands))
+
+
+def _versions(device: DeviceInfo) -> dict[str, str]:
+    versions = {"omni-attn": __version__, "python": python_platform.python_version()}
+    versions["torch"] = device.torch_version or "unknown"
+    try:
+        versions["triton"] = version("triton")
+    except PackageNotFoundError:
+        versions["triton"] = "not installed"
+    if device.cudnn is None:
+        versions["cudnn"] = "none"
+    else:
+        major, rest = divmod(device.cudnn, 10000)
+        versions["cudnn"] = f"{major}.{rest // 100}.{rest % 100}"
+    return versions

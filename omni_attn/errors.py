@@ -1,0 +1,46 @@
+"""Every error a person can cause, in one tree.
+
+OmniAttnError
+  ConfigError(ValueError)            unknown key or name, bad value, an option on a backend that does not own it
+  BackendRejectedError(ValueError)   an explicit choice cannot run here: role, backend, source, reasons, alternatives
+  NoBackendError(RuntimeError)       no candidate was accepted: the text holds every verdict
+  BackendImportError(ImportError)    an optional package is missing or broken; its own error is chained
+  MetadataError(ValueError)          the input of a step does not fit what the layer or the backend can express
+
+Each text says what was asked, why it cannot be, and what to do. The command line prints it and exits with 2.
+This module imports nothing, so that every other one can raise from here.
+"""
+
+from __future__ import annotations
+
+
+class OmniAttnError(Exception):
+    """Base of all errors that omni_attn raises on purpose."""
+
+
+class ConfigError(OmniAttnError, ValueError):
+    """A configuration is wrong.
+
+    Args:
+        problems: one line per problem, each with its place (file, line, key path) where that is known.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class BackendRejectedError(OmniAttnError, ValueError):
+    """A backend that a person chose cannot serve this layer on this machine."""
+
+
+class NoBackendError(OmniAttnError, RuntimeError):
+    """Not one candidate of the platform's default order can serve this layer."""
+
+
+class BackendImportError(OmniAttnError, ImportError):
+    """An accepted backend's optional package could not be imported or lacks a needed symbol."""
+
+
+class MetadataError(OmniAttnError, ValueError):
+    """The tensors or the record of one step do not fit; the text names both sides."""

@@ -1,0 +1,197 @@
+"""What every attention role of a pipeline would run, and why, without building any weights.
+
+The model is constructed on the meta device in a mode where each Attention layer states its request and selects
+nothing; then every distinct request is selected on its own, so that all refusals are seen at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from omni_attn.config.names import nearest
+from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError
+from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
+from omni_attn.models import get_family
+from omni_attn.models.runtime import resolve_device, resolve_dtype
+from omni_attn.plain import to_plain
+from omni_attn.platforms import OmniPlatform, current_omni_platform
+from omni_attn.selector import collect_attention_requests, select, use_attention_config
+from omni_attn.selector.selector import PLATFORM_DEFAULT
+
+if TYPE_CHECKING:
+    from omni_attn.config import AttentionConfig, AttentionSpec, PipelineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleExplanation:
+    """The answer for the layers of one role that share one request.
+
+    Attributes:
+        request: what these layers need.
+        layers: how many they are.
+        source: where the choice came from (`per_role['self']`, `default`, `platform default`, ...).
+        spec: the person's options, None for a platform default.
+        backend, variant: what runs; None if the choice is refused.
+        verdicts: one per candidate, in the order in which they were asked.
+        refusal: the full error text of a refused choice, else None.
+    """
+
+    request: AttentionRequest
+    layers: int
+    source: str
+    spec: AttentionSpec | None
+    backend: str | None
+    variant: str | None
+    verdicts: tuple[Verdict, ...]
+    refusal: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "role": self.request.role,
+            "role_category": self.request.role_category,
+            "layers": self.layers,
+            "backend": self.backend,
+            "variant": self.variant,
+            "source": self.source,
+            "spec": to_plain(self.spec),
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineExplanation:
+    """The answers for a whole pipeline on one device.
+
+    Attributes:
+        unmatched: key path -> what is wrong, for each key of `per_role` that no layer of the model answers to.
+    """
+
+    device: DeviceInfo
+    dtype: str
+    roles: tuple[RoleExplanation, ...]
+    unmatched: Mapping[str, str]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Error texts of all refused roles."""
+        return tuple(role.refusal for role in self.roles if role.refusal is not None)
+
+    def raise_if_refused(self) -> None:
+        """Nothing if every role can run.
+
+        Raises:
+            BackendRejectedError: some cannot; the text holds all of them.
+        """
+        if self.refusals:
+            raise BackendRejectedError("\n".join(self.refusals))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the device and its facts, the dtype, and the roles."""
+        return {
+            "device": to_plain(self.device),
+            "dtype": self.dtype,
+            "roles": [role.to_dict() for role in self.roles],
+        }
+
+
+def explain_pipeline(config: PipelineConfig, platform: OmniPlatform | None = None) -> PipelineExplanation:
+    """What every attention role of a pipeline would run on a platform (None = the one that `device` names).
+
+    Raises:
+        ConfigError: the model, device or dtype cannot be resolved.
+    """
+    platform = platform or current_omni_platform(resolve_device(config.device))
+    dtype = resolve_dtype(config.dtype, platform.device.kind)
+    requests = collect_requests(config, platform, dtype)
+    return PipelineExplanation(
+        device=platform.device,
+        dtype=dtype,
+        roles=tuple(
+            explain_request(request, config.attention, platform, layers=layers)
+            for request, layers in requests.items()
+        ),
+        unmatched=unmatched_roles(config.attention, requests),
+    )
+
+
+def collect_requests(config: PipelineConfig, platform: OmniPlatform, dtype: str) -> Counter[AttentionRequest]:
+    """Every distinct request of the pipeline's models with its number of layers, in order of construction."""
+    family = get_family(config.pipeline)
+    lengths = family.attention_lengths(config)
+    with (
+        use_attention_config(config.attention, platform=platform, dtype=dtype, lengths=lengths),
+        collect_attention_requests() as layers,
+    ):
+        family.build_meta_model(config)
+    return Counter(layer.request for layer in layers)
+
+
+def explain_request(
+    request: AttentionRequest, config: AttentionConfig, platform: OmniPlatform, *, layers: int = 1
+) -> RoleExplanation:
+    """Selects for one request; a refused choice becomes part of the answer instead of an error."""
+    try:
+        selection = select(request, config, platform)
+    except (BackendRejectedError, NoBackendError, ConfigError) as error:
+        spec, source = config.resolve(request.role, request.role_category)
+        return RoleExplanation(
+            request=request,
+            layers=layers,
+            source=source or PLATFORM_DEFAULT,
+            spec=spec,
+            backend=None,
+            variant=None,
+            verdicts=_verdicts(spec, request, platform),
+            refusal=_with_role(str(error), request.role),
+        )
+    return RoleExplanation(
+        request=request,
+        layers=layers,
+        source=selection.source,
+        spec=selection.spec,
+        backend=selection.backend,
+        variant=selection.variant,
+        verdicts=selection.verdicts,
+        refusal=None,
+    )
+
+
+def _verdicts(
+    spec: AttentionSpec | None, request: AttentionRequest, platform: OmniPlatform
+) -> tuple[Verdict, ...]:
+    """As platform.evaluate, with a rejection in place of the error for a name that nobody registered."""
+    if spec is None:
+        return platform.evaluate(None, request)
+    verdicts = []
+    for index, candidate in enumerate((spec, *spec.fallback)):
+        try:
+            (verdict,) = platform.evaluate(candidate.model_copy(update={"fallback": ()}), request)
+        except ConfigError as error:
+            verdict = Verdict(candidate.backend, "", reasons=(str(error),))
+        verdicts.append(replace(verdict, index=index))
+    return tuple(verdicts)
+
+
+def _with_role(text: str, role: str) -> str:
+    return text if text.startswith("role ") else f'role "{role}": {text}'
+
+
+def unmatched_roles(config: AttentionConfig, requests: Counter[AttentionRequest]) -> dict[str, str]:
+    """Key path -> what is wrong, for each key of `per_role` that is no role and no category of any layer."""
+    roles = list(dict.fromkeys(request.role for request in requests))
+    categories = sorted({request.role_category for request in requests if request.role_category})
+    unmatched = {}
+    for key in config.per_role:
+        if key in roles or key in categories:
+            continue
+        near = nearest(key, [*roles, *categories])
+        unmatched[f"attention.per_role.{key}"] = (
+            f"no layer of this model has the role {key!r}."
+            + (f" Did you mean {near!r}?" if near else "")
+            + f" Roles: {', '.join(roles)}. Categories: {', '.join(categories)}."
+        )
+    return unmatched

@@ -1,0 +1,157 @@
+"""What a backend's kernels can do, as data. `evaluate` judges it; nothing here looks at the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from omni_attn.facts.packages import PackageRequirement
+
+FLOAT16 = "float16"
+BFLOAT16 = "bfloat16"
+FLOAT32 = "float32"
+FLOAT64 = "float64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Which head sizes a kernel takes: a list, or multiples up to a maximum.
+
+    Attributes:
+        allowed: the sizes, None = not a list.
+        multiple_of, maximum: the rule where there is no list; maximum None = no limit.
+    """
+
+    allowed: tuple[int, ...] | None = None
+    multiple_of: int = 1
+    maximum: int | None = None
+
+    def __contains__(self, head_size: int) -> bool:
+        if self.allowed is not None:
+            return head_size in self.allowed
+        return head_size % self.multiple_of == 0 and (self.maximum is None or head_size <= self.maximum)
+
+    def __str__(self) -> str:
+        if self.allowed is not None:
+            return "one of " + ", ".join(map(str, self.allowed))
+        multiple = f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else "any size"
+        return multiple if self.maximum is None else f"{multiple} up to {self.maximum}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapabilityRange:
+    """Compute capabilities from `minimum` up to, not including, `below`."""
+
+    minimum: tuple[int, int]
+    below: tuple[int, int] | None = None
+
+    def __contains__(self, capability: tuple[int, int]) -> bool:
+        return self.minimum <= capability and (self.below is None or capability < self.below)
+
+    def __str__(self) -> str:
+        low = "{}.{}".format(*self.minimum)
+        return f"{low} or newer" if self.below is None else "{} to below {}.{}".format(low, *self.below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudnnFloor:
+    """The cuDNN version that devices in `capabilities` need, as torch writes it (90500 = 9.5.0)."""
+
+    capabilities: CapabilityRange
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFacts:
+    """Limits of one kernel. An empty tuple or set of device kinds, capabilities, packages means "not limited".
+
+    Attributes:
+        device_kinds, capabilities, cudnn: the hardware it runs on; ranges are alternatives.
+        packages: distributions that ship it; any one of them is enough.
+        dtypes: names of the query dtypes.
+        head_sizes: predicate on head_size; value_head_size: the value's may differ from it.
+        mask_kinds: of "padding", "arbitrary"; causal_with_mask: both at once.
+        causal, gqa, unequal_lengths, packing, window, lse, backward, custom_scale, batch_invariant: can it.
+        compiled_backward: backward also where the forward was compiled.
+        min_key_tokens: shortest key sequence.
+        needs_video_grid: it needs the (T, H, W) grid that a model publishes.
+        compile_mode: "traceable" (torch ops only), "custom_op" (wrapped, with a fake) or "eager_only".
+        cudagraph: calls can be captured in a CUDA graph.
+        sequence_parallel: modes it serves on each rank.
+    """
+
+    device_kinds: frozenset[str] = frozenset()
+    capabilities: tuple[CapabilityRange, ...] = ()
+    cudnn: tuple[CudnnFloor, ...] = ()
+    packages: tuple[PackageRequirement, ...] = ()
+    dtypes: frozenset[str] = frozenset({FLOAT16, BFLOAT16})
+    head_sizes: HeadSizes = HeadSizes()
+    value_head_size: bool = False
+    mask_kinds: frozenset[str] = frozenset()
+    causal: bool = False
+    causal_with_mask: bool = False
+    gqa: bool = False
+    unequal_lengths: bool = True
+    packing: bool = False
+    window: bool = False
+    lse: bool = False
+    backward: bool = False
+    compiled_backward: bool = False
+    custom_scale: bool = True
+    batch_invariant: bool = False
+    min_key_tokens: int = 1
+    needs_video_grid: bool = False
+    compile_mode: Literal["traceable", "custom_op", "eager_only"] = "eager_only"
+    cudagraph: bool = False
+    sequence_parallel: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One kernel generation or provider inside a backend, with limits of its own."""
+
+    name: str
+    facts: KernelFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendFacts(KernelFacts):
+    """Static facts of a backend: its limits, and what belongs to the backend as a whole.
+
+    Where there are variants, they carry the limits that judge a request, in order of preference, and the limits
+    here are the widest of them, for documentation.
+
+    Attributes:
+        summary: one line for tables.
+        variants: in order of preference; empty = the backend is one kernel.
+        option_fields: fields of AttentionSpec that it owns.
+        layer_inputs: names of per-layer tensors that its impl reads (`gate_compress`).
+        numerics: "exact", "quantised" or "approximate"; only exact backends may be defaults.
+        error: documented relative error against float64 in bfloat16, for instance "2.3e-3".
+        stateless, paged: serves plain layers / layers with a paged KV cache.
+        tested_on: hardware that its conformance ran on; empty = untested on hardware.
+        install: the command that brings the package, None if torch is enough.
+    """
+
+    summary: str = ""
+    variants: tuple[Variant, ...] = ()
+    option_fields: frozenset[str] = frozenset()
+    layer_inputs: frozenset[str] = frozenset()
+    numerics: Literal["exact", "quantised", "approximate"] = "exact"
+    error: str | None = None
+    stateless: bool = True
+    paged: bool = False
+    tested_on: tuple[str, ...] = ()
+    install: str | None = None
+
+    @classmethod
+    def of(cls, kernel: KernelFacts, **rest: Any) -> BackendFacts:
+        """A backend with the limits of one kernel, or with those that its variants share."""
+        return cls(**{f.name: getattr(kernel, f.name) for f in fields(KernelFacts)}, **rest)
+
+    def __post_init__(self) -> None:
+        if not (self.stateless or self.paged):
+            raise ValueError("a backend serves stateless or paged attention, or both")
+        names = [variant.name for variant in self.variants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"variant names repeat: {names}")

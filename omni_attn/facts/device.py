@@ -1,0 +1,56 @@
+"""What is known about one device: a frozen record that selection takes as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from omni_attn.frozen import FrozenMapping
+
+
+class DeviceCapability(NamedTuple):
+    """CUDA compute capability; compares like a tuple."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """Facts of one device, gathered once.
+
+    Attributes:
+        kind: device family: "cuda", "rocm", "cpu", "mps", "npu", "xpu", "musa". Any other text is legal and
+            gets the CPU's policy.
+        name: short architecture label: "sm_90", "gfx942", "cpu".
+        capability: compute capability where the family has one (cuda, musa).
+        packages: distribution name -> version of the installed packages that a backend may need.
+        build_flags: distribution name -> build flags that are switched on in the wheel, for wheels that publish them.
+        torch_version: version of torch, None if unknown.
+        cudnn: cuDNN version as torch reports it (91900 = 9.19.0), None if there is none.
+        driver: driver version, None if unknown.
+        product: marketing name, for people only.
+    """
+
+    kind: str
+    name: str
+    capability: DeviceCapability | None = None
+    packages: Mapping[str, str] = field(default_factory=FrozenMapping)
+    build_flags: Mapping[str, frozenset[str]] = field(default_factory=FrozenMapping)
+    torch_version: str | None = None
+    cudnn: int | None = None
+    driver: str | None = None
+    product: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", FrozenMapping(self.packages))
+        object.__setattr__(self, "build_flags", FrozenMapping(self.build_flags))
+        if self.capability is not None:
+            object.__setattr__(self, "capability", DeviceCapability(*self.capability))
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,126 @@
+"""What one attention layer needs, stated before any backend is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+MaskUsage = Literal["never", "padding", "arbitrary"]
+SequenceParallel = Literal["ulysses", "ring", "ulysses_ring", "allgather_kv"]
+
+MASK_USAGES = (None, "never", "padding", "arbitrary")
+SEQUENCE_PARALLEL_MODES = (None, "ulysses", "ring", "ulysses_ring", "allgather_kv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """One layer's needs. Hashable; every field that can change the choice of a backend is here.
+
+    Attributes:
+        role: stable label of the call ("self", "cross.image"); exact and case-sensitive.
+        role_category: broader class of the role ("self", "cross", "joint", "text"), or None.
+        num_heads: query heads, None if unknown.
+        head_size: channels of one query and key head; -1 if unknown.
+        num_kv_heads: key and value heads, None = num_heads.
+        value_head_size: channels of one value head, None = head_size.
+        dtype: name of the tensors' dtype ("bfloat16"), None if unknown; a torch.dtype is turned into its name.
+        causal: query i sees key j only if j <= i + (key tokens - query tokens): aligned at the bottom right.
+        mask_usage: masks the model will pass: "never", "padding" ([B, K] keep masks), "arbitrary", or None = not stated.
+        packed: several sequences lie behind one another in [1, T, H, D], separated by cu_seqlens.
+        softmax_scale: factor on the scores, None = head_size ** -0.5.
+        max_seqlen_q, max_seqlen_k: tokens expected, None if unknown; order tables may use them.
+        video_grid: the model publishes the (T, H, W) grid of the sequence.
+        sequence_parallel: how the sequence is split over ranks, None = not split.
+        kv_cache: specification of a paged KV cache, None for stateless attention.
+        requires_grad: a backward pass will run.
+        compile: the layer will run under torch.compile(fullgraph=True).
+        window: (left, right) tokens a query sees around its own position, -1 = unlimited; None = no window.
+        batch_invariant: the result of one item may not depend on the others in the batch, to the bit.
+
+    Raises:
+        ValueError: a field is out of its range; the text names the field and the value.
+    """
+
+    role: str
+    role_category: str | None = None
+    num_heads: int | None
+    head_size: int
+    num_kv_heads: int | None = None
+    value_head_size: int | None = None
+    dtype: str | None = None
+    causal: bool = False
+    mask_usage: MaskUsage | None = None
+    packed: bool = False
+    softmax_scale: float | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    video_grid: bool = False
+    sequence_parallel: SequenceParallel | None = None
+    kv_cache: Hashable | None = None
+    requires_grad: bool = False
+    compile: bool = False
+    window: tuple[int, int] | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("role", "role_category"):
+            label = getattr(self, name)
+            if label is None and name == "role_category":
+                continue
+            if not isinstance(label, str) or not label or any(c.isspace() for c in label):
+                raise ValueError(
+                    f"{name}={label!r}: a {name} is a non-empty text without spaces, for example 'self'"
+                )
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.value_head_size is None:
+            object.__setattr__(self, "value_head_size", self.head_size)
+        self._check_counts()
+        if self.mask_usage not in MASK_USAGES:
+            raise ValueError(f"mask_usage={self.mask_usage!r}: needs one of {MASK_USAGES}")
+        if self.sequence_parallel not in SEQUENCE_PARALLEL_MODES:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel!r}: needs one of {SEQUENCE_PARALLEL_MODES}"
+            )
+        if self.softmax_scale is not None and not 0 < self.softmax_scale < float("inf"):
+            raise ValueError(f"softmax_scale={self.softmax_scale!r}: needs a finite positive number, or None")
+        if self.window is not None:
+            left, right = self.window
+            if left < -1 or right < -1:
+                raise ValueError(
+                    f"window={self.window!r}: needs (left, right) token counts, -1 for unlimited"
+                )
+            object.__setattr__(self, "window", (left, right))
+
+    def _check_counts(self) -> None:
+        if self.head_size != -1 and self.head_size < 1:
+            raise ValueError(
+                f"head_size={self.head_size}: needs a positive number of channels, or -1 if unknown"
+            )
+        for name in ("num_heads", "num_kv_heads", "max_seqlen_q", "max_seqlen_k"):
+            count = getattr(self, name)
+            if count is not None and count < (0 if name.startswith("max") else 1):
+                raise ValueError(f"{name}={count}: needs a positive count, or None if unknown")
+        if (
+            self.num_heads is not None
+            and self.num_kv_heads is not None
+            and self.num_heads % self.num_kv_heads
+        ):
+            raise ValueError(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
+                "each key-value head serves the same number of query heads"
+            )
+
+    @property
+    def default_scale(self) -> bool:
+        """True where the softmax scale is head_size ** -0.5, the one scale every kernel has."""
+        return self.softmax_scale is None or abs(self.softmax_scale * self.head_size**0.5 - 1) < 1e-6
+
+    @property
+    def unequal_lengths(self) -> bool:
+        """True where the hints say that query and key lengths differ."""
+        hints = (self.max_seqlen_q, self.max_seqlen_k)
+        return None not in hints and hints[0] != hints[1]

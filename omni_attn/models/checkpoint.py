@@ -1,0 +1,174 @@
+"""A checkpoint folder as diffusers' `save_pretrained` writes it; its weights fitted to a model, strictly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni_attn.errors import ConfigError
+from omni_attn.models.runtime import import_extra
+
+_LOG = logging.getLogger(__name__)
+_SHOWN = 5  # problems of one kind that a text lists before it only counts
+FLOATS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def read_json(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The JSON object in `folder/name`.
+
+    Raises:
+        ConfigError: the folder or file is not there, or holds no JSON object.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist. {_folder_hint(Path(folder))}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}. Fetch or save the checkpoint again.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a JSON {type(values).__name__}, and must hold an object.")
+    return values
+
+
+def _folder_hint(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder: give one that holds config.json and safetensors files."
+    if (folder / "model_index.json").is_file():
+        return f"{folder} is a whole pipeline: give its transformer's own folder, {folder / 'transformer'}."
+    return "Give the folder of one transformer as save_pretrained writes it: config.json beside the weights."
+
+
+def read_safetensors(folder: str | os.PathLike[str], stem: str) -> dict[str, Tensor]:
+    """Every tensor of `stem.safetensors`, or of the shards that `stem.safetensors.index.json` names.
+
+    The tensors are views of the mapped files on the CPU: nothing is read until it is used.
+
+    Raises:
+        ConfigError: no weights, a missing shard, or a broken file.
+        MissingExtraError: safetensors is not installed.
+    """
+    safetensors = import_extra("safetensors.torch", f"Reading weights from {folder}")
+    broken = (import_extra("safetensors", f"Reading weights from {folder}").SafetensorError, OSError)
+    state: dict[str, Tensor] = {}
+    for path in _weight_files(Path(folder), stem):
+        try:
+            state.update(safetensors.load_file(path))
+        except broken as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}. Fetch or save the checkpoint again."
+            ) from error
+    return state
+
+
+def _weight_files(folder: Path, stem: str) -> list[Path]:
+    whole, index = folder / f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not (folder / index).is_file():
+        found = sorted(
+            path.name for path in folder.iterdir() if path.suffix in {".safetensors", ".bin", ".pt", ".pth"}
+        )
+        raise ConfigError(
+            f"{folder} holds neither {whole.name} nor {index}; weights found there: "
+            f"{', '.join(found) or 'none'}. Save it with diffusers' "
+            "save_pretrained(safe_serialization=True) and without a variant."
+        )
+    weight_map = read_json(folder, index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{folder / index} has no weight_map. Fetch or save the checkpoint again.")
+    shards = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
+    if absent := [path.name for path in shards if not path.is_file()]:
+        raise ConfigError(
+            f"{folder / index} names shards that are not there: {_first(absent)}. Fetch them as well."
+        )
+    return shards
+
+
+def assign_weights(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    keeps_float32: Callable[[str], bool],
+    ignored: Callable[[str], bool],
+    source: str,
+) -> None:
+    """Gives a model that was built on the meta device these weights, moved and cast one at a time.
+
+    Args:
+        model: has parameters and no stored buffers.
+        state: by the model's own names.
+        device: the CPU if None.
+        dtype: of every weight but those that stay in float32, as stored if None.
+        keeps_float32: whether the parameter of this name is float32 in any case.
+        ignored: whether a key that the model lacks may be left out, with a warning.
+        source: where the weights came from, for error texts.
+
+    Raises:
+        ConfigError: a weight is missing, unexpected, or of another shape or of no floating dtype.
+    """
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if skipped := [name for name in state if name not in wanted and ignored(name)]:
+        _LOG.warning("%s: ignored weights that no layer uses: %s", source, _first(skipped))
+    if problems := _mismatches(wanted, {name: state[name] for name in state if name not in skipped}):
+        raise ConfigError(
+            *(f"{source}: {problem}" for problem in problems),
+            f"{source}: weights and config.json must describe the same model; nothing was loaded. Check "
+            "that both come from one checkpoint.",
+        )
+    fitted = {
+        name: state[name].to(
+            device or "cpu", torch.float32 if keeps_float32(name) else dtype or state[name].dtype
+        )
+        for name in wanted
+    }
+    model.load_state_dict(fitted, assign=True)
+
+
+def resolve_float(dtype: torch.dtype | str) -> torch.dtype:
+    """A floating dtype from itself or its name.
+
+    Raises:
+        ConfigError: it is none that a model's weights can have.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in FLOATS:
+        raise ConfigError(f"dtype {name!r} is not one that weights can have here: {', '.join(FLOATS)}.")
+    return FLOATS[name]
+
+
+def _mismatches(wanted: dict[str, torch.Size], state: dict[str, Tensor]) -> list[str]:
+    shapes = [
+        f"{name} is {list(state[name].shape)}, needs {list(shape)}"
+        for name, shape in wanted.items()
+        if name in state and state[name].shape != shape
+    ]
+    dtypes = [
+        f"{name} is {tensor.dtype}" for name, tensor in state.items() if tensor.dtype not in FLOATS.values()
+    ]
+    kinds = {
+        "missing weights": [name for name in wanted if name not in state],
+        "unexpected weights": [name for name in state if name not in wanted],
+        "weights of another shape": shapes,
+        "weights of a dtype that is not supported": dtypes,
+    }
+    return [f"{len(found)} {kind}: {_first(found)}" for kind, found in kinds.items() if found]
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,164 @@
+"""The denoising loop of Wan 2.1 and 2.2: one or two experts, guidance, image conditions, per-token timesteps.
+
+Everything works on latents [B, C, T, H, W] (T latent frames); text, pictures and pixels are encoded and decoded
+elsewhere. Sampling does what diffusers' `WanPipeline` and `WanImageToVideoPipeline` do; tests hold the results equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omni_attn.backends.metadata import AttentionMetadata
+from omni_attn.errors import MetadataError
+from omni_attn.layer import prepare_attention
+from omni_attn.models.runtime import Progress, no_progress
+from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings
+from omni_attn.models.wan.loop import LoopInputs, build_loop_inputs
+from omni_attn.models.wan.model import WanModel
+
+
+@dataclass(eq=False)
+class Wan22Pipeline:
+    """Wan 2.1 and 2.2 video generation in latent space, with any flow-matching scheduler of diffusers.
+
+    Attributes:
+        transformer: the only expert, or the one for high noise.
+        scheduler: a diffusers scheduler that reads a flow velocity (UniPCMultistepScheduler, FlowMatchEuler...).
+        transformer_2: the low-noise expert.
+        boundary_ratio: `transformer` serves timesteps >= boundary_ratio * num_train_timesteps, `transformer_2` the
+            others; None exactly if there is one expert.
+        expand_timesteps: TI2V, every token has its own timestep.
+    """
+
+    transformer: WanModel
+    scheduler: Any
+    transformer_2: WanModel | None = None
+    boundary_ratio: float | None = None
+    expand_timesteps: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.transformer_2 is None) != (self.boundary_ratio is None):
+            raise MetadataError(
+                f"Wan22Pipeline: boundary_ratio is {self.boundary_ratio} and transformer_2 is "
+                f"{'absent' if self.transformer_2 is None else 'given'}; the ratio says where transformer_2 takes "
+                "over, so give both or neither."
+            )
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        prompt: PromptEmbeddings,
+        latents: torch.Tensor,
+        *,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 5.0,
+        guidance_scale_2: float | None = None,
+        condition: ImageCondition | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress = no_progress,
+    ) -> torch.Tensor:
+        """Denoised latents, [B, C, T, H, W] float32 on the device of the input.
+
+        Args:
+            prompt: [1 or B, L, E] embeddings; `negative` is read where a guidance scale is above 1.
+            latents: the noise to start from, [B, C, T, H, W], on the transformers' device.
+            num_inference_steps: steps of the scheduler.
+            guidance_scale: classifier-free guidance; at 1 or below the second forward is skipped.
+            guidance_scale_2: the low-noise expert's own scale; None means `guidance_scale`.
+            condition: what is known of the video: needed by I2V and FLF2V, optional for TI2V, refused for T2V.
+            generator: for schedulers that draw noise in their steps.
+            progress: wraps the loop over timesteps.
+
+        Raises:
+            MetadataError: inputs that do not fit the transformers or one another.
+        """
+        scales = self._scales(guidance_scale, guidance_scale_2, prompt)
+        sample = latents.float()
+        inputs = build_loop_inputs(
+            self.transformer, sample, prompt, condition, expand_timesteps=self.expand_timesteps
+        )
+        self.scheduler.set_timesteps(num_inference_steps, device=sample.device)
+        if hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(0)  # saves a device-to-host search for the index in every step
+        timesteps = self.scheduler.timesteps
+        on_host = timesteps.tolist()  # read once: comparing on the device would wait for it in every step
+        sigmas = _sigmas(self.scheduler, len(on_host))
+        step_options = _step_options(self.scheduler, generator)
+        for index in progress(range(len(on_host)), len(on_host), "denoising"):
+            is_low_noise = self._is_low_noise(on_host[index])
+            model = self.transformer_2 if is_low_noise else self.transformer
+            assert model is not None
+            records = {
+                role: record.at_step(step=index, num_steps=len(on_host), sigma=sigmas[index])
+                for role, record in inputs.records.items()
+            }
+            velocity = _guided_velocity(model, inputs, sample, timesteps[index], scales[is_low_noise], records)
+            sample = self.scheduler.step(velocity, timesteps[index], sample, return_dict=False, **step_options)[0]
+        return inputs.blend(sample)
+
+    def _scales(
+        self, guidance_scale: float, guidance_scale_2: float | None, prompt: PromptEmbeddings
+    ) -> dict[bool, float]:
+        """Guidance by "is low noise", once everything that could be ignored is refused."""
+        if guidance_scale_2 is not None and self.transformer_2 is None:
+            raise MetadataError(
+                f"guidance_scale_2 is {guidance_scale_2}, and this pipeline has one transformer: it is the scale of a "
+                "second expert. Leave it out."
+            )
+        scales = {False: guidance_scale, True: guidance_scale if guidance_scale_2 is None else guidance_scale_2}
+        if prompt.negative is None and max(scales.values()) > 1:
+            raise MetadataError(
+                f"The guidance scale is {max(scales.values())}, and guidance above 1 compares with a negative prompt: "
+                "none was given. Give PromptEmbeddings.negative (zeros will do) or a scale of 1."
+            )
+        return scales
+
+    def _is_low_noise(self, timestep: float) -> bool:
+        if self.boundary_ratio is None:
+            return False
+        return timestep < self.boundary_ratio * float(self.scheduler.config.num_train_timesteps)
+
+
+def _guided_velocity(
+    model: WanModel,
+    inputs: LoopInputs,
+    sample: torch.Tensor,
+    timestep: torch.Tensor,
+    scale: float,
+    records: Mapping[str, AttentionMetadata],
+) -> torch.Tensor:
+    """One expert's flow velocity with guidance, [B, C, T, H, W] float32.
+
+    Two forwards instead of a batch of two: the same arithmetic at half the memory, and both share one preparation.
+    """
+    prepare_attention(model, records, lengths=inputs.lengths)
+    hidden_states, times = inputs.model_input(sample), inputs.timesteps(timestep)
+
+    def forward(prompt: torch.Tensor) -> torch.Tensor:
+        return model(hidden_states, times, prompt, inputs.image_embeds, attention_records=records).float()
+
+    velocity = forward(inputs.positive)
+    if scale <= 1:
+        return velocity
+    assert inputs.negative is not None
+    unguided = forward(inputs.negative)
+    return unguided + scale * (velocity - unguided)
+
+
+def _sigmas(scheduler: Any, num_steps: int) -> list[float | None]:
+    """The noise level of each step, for backends whose sparsity depends on it; None where a scheduler has none."""
+    sigmas = getattr(scheduler, "sigmas", None)
+    if sigmas is None or len(sigmas) < num_steps:
+        return [None] * num_steps
+    return [float(sigma) for sigma in sigmas[:num_steps].tolist()]
+
+
+def _step_options(scheduler: Any, generator: torch.Generator | None) -> dict[str, torch.Generator]:
+    if generator is None or "generator" not in inspect.signature(scheduler.step).parameters:
+        return {}
+    return {"generator": generator}

@@ -1,0 +1,108 @@
+"""Pixels to condition latents and latents to pixels, with the VAE and CLIP encoder of a checkpoint folder.
+
+The VAE runs in float32, as its authors do: it is small, and its rounding is visible.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni_attn.errors import ConfigError
+from omni_attn.models.runtime import import_extra
+from omni_attn.models.wan.conditions import ImageCondition, known_frames_mask
+from omni_attn.models.wan.source import VideoGeometry, WanSource
+
+
+def load_vae(folder: Path, device: torch.device) -> Any:
+    """diffusers' AutoencoderKLWan of the folder's vae/, in float32, for inference."""
+    diffusers = import_extra("diffusers", "Decoding latents")
+    vae = diffusers.AutoencoderKLWan.from_pretrained(
+        str(folder / "vae"), torch_dtype=torch.float32, local_files_only=True
+    )
+    return vae.to(device).eval()
+
+
+@torch.inference_mode()
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """A video [3, N, H, W] float32 in -1..1 from one clip's normalised latents [1, C, T, H, W]."""
+    mean, deviation = _statistics(vae, latents)
+    video: torch.Tensor = vae.decode(latents.float() * deviation + mean, return_dict=False)[0]
+    return video[0]
+
+
+@torch.inference_mode()
+def encode_picture(
+    path: str, source: WanSource, geometry: VideoGeometry, vae: Any, device: torch.device
+) -> ImageCondition:
+    """What an image-to-video model is told about a video that starts with this picture.
+
+    Raises:
+        ConfigError: not a readable picture, or the model needs more than one picture or a missing CLIP encoder.
+    """
+    assert source.folder is not None
+    if source.has_last_frame:
+        raise ConfigError(
+            f"generation.image: {source.name} continues a first and a last frame, and {path!r} is one picture. Give a "
+            ".safetensors file with condition_latents and image_embeds of both."
+        )
+    picture = _open_picture(path)
+    first = _to_video(picture, geometry).to(device)
+    if not source.expand_timesteps:  # unknown frames are grey before encoding
+        first = torch.cat([first, first.new_zeros(1, 3, geometry.num_frames - 1, geometry.height, geometry.width)], dim=2)
+    encoded = vae.encode(first).latent_dist.mode()
+    mean, deviation = _statistics(vae, encoded)
+    image_embeds = None
+    if source.transformer.image_dim is not None:
+        image_embeds = _encode_clip(picture, source, source.folder, device)
+    return ImageCondition((encoded - mean) / deviation, known_frames_mask(source, geometry), image_embeds)
+
+
+def _statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of the VAE's latents over its training set, [1, C, 1, 1, 1] each."""
+    mean, deviation = (
+        torch.tensor(values, dtype=torch.float32, device=latents.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, deviation
+
+
+def _open_picture(path: str) -> Any:
+    pillow = import_extra("PIL.Image", "Reading a picture")
+    try:
+        with pillow.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        raise ConfigError(
+            f"generation.image: {path!r} cannot be read as a picture ({error}). Give a picture file, or a .safetensors "
+            "file of condition latents."
+        ) from error
+
+
+def _to_video(picture: Any, geometry: VideoGeometry) -> torch.Tensor:
+    """[1, 3, 1, H, W] float32 in -1..1, resized to the requested size."""
+    pillow = import_extra("PIL.Image", "Reading a picture")
+    resized = picture.resize((geometry.width, geometry.height), pillow.Resampling.LANCZOS)
+    pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
+    pixels = pixels.view(geometry.height, geometry.width, 3).permute(2, 0, 1).float() / 127.5 - 1
+    return pixels[None, :, None]
+
+
+def _encode_clip(picture: Any, source: WanSource, folder: Path, device: torch.device) -> torch.Tensor:
+    """CLIP's hidden states before its last layer, [1, L, E] float32."""
+    for part in ("image_encoder", "image_processor"):
+        if part not in source.parts:
+            raise ConfigError(
+                f"generation.image: {source.name} has an image branch, and {folder / part} is missing, so a picture "
+                "cannot be encoded. Add it, or give a .safetensors file with condition_latents and image_embeds."
+            )
+    transformers = import_extra("transformers", "Encoding a picture")
+    processor = transformers.CLIPImageProcessor.from_pretrained(str(folder / "image_processor"), local_files_only=True)
+    encoder = transformers.CLIPVisionModel.from_pretrained(
+        str(folder / "image_encoder"), dtype=torch.float32, local_files_only=True
+    )
+    inputs = processor(images=picture, return_tensors="pt").to(device)
+    states: torch.Tensor = encoder.to(device).eval()(**inputs, output_hidden_states=True).hidden_states[-2]
+    return states.float()

@@ -1,0 +1,254 @@
+"""Where a Wan pipeline comes from: a preset's name or a diffusers-format folder, described in one record.
+
+Reads only small JSON files: no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_attn.config import GenerationConfig
+from omni_attn.config.names import nearest
+from omni_attn.errors import ConfigError
+from omni_attn.models.checkpoint import read_json
+from omni_attn.models.wan.config import WAN_PRESETS, WanConfig
+
+PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
+_DMD_CLASSES = ("WanDMDPipeline", "WanCausalDMDPipeline")
+_OPTIONAL_PARTS = ("text_encoder", "tokenizer", "vae", "image_encoder", "image_processor")
+
+
+@dataclass(frozen=True)
+class VideoGeometry:
+    """Sizes of one request: `latent` is (frames, height, width) of the latents, `grid` the same in tokens."""
+
+    num_frames: int
+    height: int
+    width: int
+    latent: tuple[int, int, int]
+    grid: tuple[int, int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        frames, height, width = self.grid
+        return frames * height * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSource:
+    """A Wan pipeline before anything is built.
+
+    `experts` holds one transformer's parameters, or two: high noise, then low noise. `folder` is None for a preset,
+    and `parts` names what a folder has beside transformers and scheduler. `flow_shift` is None for a folder, whose
+    scheduler knows it.
+    """
+
+    name: str
+    experts: tuple[WanConfig, ...]
+    boundary_ratio: float | None
+    expand_timesteps: bool
+    vae_spatial: int
+    vae_temporal: int
+    flow_shift: float | None
+    folder: Path | None = None
+    parts: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def transformer(self) -> WanConfig:
+        return self.experts[0]
+
+    @property
+    def latent_channels(self) -> int:
+        return self.transformer.out_channels
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels concatenated behind the noisy latent: mask and condition latent; 0 without them."""
+        return self.transformer.in_channels - self.transformer.out_channels
+
+    @property
+    def needs_image(self) -> bool:
+        """True for models that cannot run without an image condition (TI2V can)."""
+        return self.condition_channels > 0 or self.transformer.image_dim is not None
+
+    @property
+    def num_image_tokens(self) -> int:
+        return self.transformer.num_image_tokens
+
+    @property
+    def has_last_frame(self) -> bool:
+        """True for first-and-last-frame models: image tokens of two pictures."""
+        return self.transformer.pos_embed_seq_len is not None
+
+    def geometry(self, generation: GenerationConfig) -> VideoGeometry:
+        """Latent and token grid of a request.
+
+        Raises:
+            ConfigError: a size is not a multiple of what VAE and patches need; all of them at once.
+        """
+        patch_frames, patch_height, patch_width = self.transformer.patch_size
+        frame_step = self.vae_temporal * patch_frames  # (frames - 1) / vae_temporal + 1 latent frames, in whole patches
+        frame_offset = (1 - self.vae_temporal * (patch_frames - 1)) % frame_step
+        problems = [
+            _size_problem(self.name, "height", generation.height, self.vae_spatial * patch_height, 0),
+            _size_problem(self.name, "width", generation.width, self.vae_spatial * patch_width, 0),
+            _size_problem(self.name, "num_frames", generation.num_frames, frame_step, frame_offset),
+        ]
+        if found := [problem for problem in problems if problem]:
+            raise ConfigError(*found)
+        latent = (
+            (generation.num_frames - 1) // self.vae_temporal + 1,
+            generation.height // self.vae_spatial,
+            generation.width // self.vae_spatial,
+        )
+        grid = self.transformer.token_grid(*latent)
+        return VideoGeometry(generation.num_frames, generation.height, generation.width, latent, grid)
+
+    def attention_lengths(self, generation: GenerationConfig) -> dict[str, tuple[int, int]]:
+        """Role -> (query tokens, key tokens) for every kind of attention call in these transformers."""
+        return self.transformer.attention_lengths(self.geometry(generation).grid)
+
+
+def load_source(model: str) -> WanSource:
+    """The description of a preset, or of a checkpoint folder.
+
+    Raises:
+        ConfigError: neither; or a folder whose files are missing, broken or of another kind of model.
+    """
+    if model in WAN_PRESETS:
+        preset = WAN_PRESETS[model]
+        return WanSource(
+            name=preset.name,
+            experts=(preset.transformer,) * preset.num_experts,
+            boundary_ratio=preset.boundary_ratio,
+            expand_timesteps=preset.expand_timesteps,
+            vae_spatial=preset.vae_spatial,
+            vae_temporal=preset.vae_temporal,
+            flow_shift=preset.flow_shift,
+        )
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        guess = nearest(model, WAN_PRESETS)
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise ConfigError(
+            f"model: {model!r} is neither a preset nor a folder here. {hint}"
+            f"Presets: {', '.join(WAN_PRESETS)}. A folder is one that diffusers' save_pretrained wrote."
+        )
+    return _load_folder(folder)
+
+
+def _load_folder(folder: Path) -> WanSource:
+    index = _read_index(folder)
+    class_name = index.get("_class_name")
+    if class_name in _DMD_CLASSES:
+        raise ConfigError(
+            f"{folder}: a {class_name} checkpoint (FastWan) needs video sparse attention with its own few-step sampler, "
+            "not in this version. Use a WanPipeline checkpoint."
+        )
+    if class_name not in PIPELINE_CLASSES:
+        raise ConfigError(
+            f"{folder / 'model_index.json'}: _class_name is {class_name!r}; this pipeline runs "
+            f"{' and '.join(PIPELINE_CLASSES)}. Choose such a checkpoint."
+        )
+    names = ["transformer"] + (["transformer_2"] if _is_listed(index, "transformer_2") else [])
+    experts = tuple(
+        WanConfig.from_dict(_read_json(folder / name / "config.json"), source=str(folder / name / "config.json"))
+        for name in names
+    )
+    _read_json(folder / "scheduler" / "scheduler_config.json")
+    boundary_ratio = index.get("boundary_ratio")
+    _check_experts(folder, experts, boundary_ratio)
+    parts = frozenset(part for part in _OPTIONAL_PARTS if _is_listed(index, part) and (folder / part).is_dir())
+    vae_spatial, vae_temporal, notes = _vae_factors(folder, parts, experts[0])
+    return WanSource(
+        name=str(folder),
+        experts=experts,
+        boundary_ratio=boundary_ratio,
+        expand_timesteps=bool(index.get("expand_timesteps", False)),
+        vae_spatial=vae_spatial,
+        vae_temporal=vae_temporal,
+        flow_shift=None,
+        folder=folder,
+        parts=parts,
+        notes=notes,
+    )
+
+
+def _check_experts(folder: Path, experts: tuple[WanConfig, ...], boundary_ratio: float | None) -> None:
+    if (boundary_ratio is not None) != (len(experts) == 2):
+        raise ConfigError(
+            f"{folder / 'model_index.json'}: boundary_ratio is {boundary_ratio} with {len(experts)} transformer(s). "
+            "Two experts need both transformer_2/ and a boundary_ratio, one expert has neither; complete the folder."
+        )
+    if len(experts) == 2 and (experts[0].in_channels, experts[0].out_channels) != (
+        experts[1].in_channels,
+        experts[1].out_channels,
+    ):
+        raise ConfigError(
+            f"{folder}: transformer reads {experts[0].in_channels} channels and gives {experts[0].out_channels}, "
+            f"transformer_2 {experts[1].in_channels} and {experts[1].out_channels}. Experts of one pipeline share both; "
+            "take the two folders from the same checkpoint."
+        )
+
+
+def _vae_factors(folder: Path, parts: frozenset[str], transformer: WanConfig) -> tuple[int, int, tuple[str, ...]]:
+    """Pixels and frames per latent pixel and frame, from vae/config.json or else from the latent channels."""
+    if "vae" in parts:
+        config = _read_json(folder / "vae" / "config.json")
+        return int(config.get("scale_factor_spatial", 8)), int(config.get("scale_factor_temporal", 4)), ()
+    spatial = 16 if transformer.out_channels == 48 else 8  # the two Wan VAEs: 48 channels at 1/16, 16 channels at 1/8
+    note = (
+        f"{folder} has no vae/: sizes are computed for a VAE with {spatial} pixels and 4 frames per latent "
+        f"({transformer.out_channels} latent channels), and no pixels can be decoded"
+    )
+    return spatial, 4, (note,)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    index = folder / "model_index.json"
+    if index.is_file():
+        return _read_json(index)
+    if (folder / "config.json").is_file():
+        parent = folder.absolute().parent
+        hint = (
+            f"Give its pipeline's folder: {parent}."
+            if (parent / "model_index.json").is_file()
+            else "Give the folder that diffusers' pipeline.save_pretrained wrote, or load this transformer alone with "
+            "WanModel.from_pretrained."
+        )
+        raise ConfigError(
+            f"model: {folder} holds one transformer only; a pipeline also needs {index} and "
+            f"{folder / 'scheduler' / 'scheduler_config.json'}, which are missing. {hint}"
+        )
+    raise ConfigError(
+        f"model: {index} is missing, so {folder} is not a pipeline checkpoint. Give the folder that diffusers' "
+        "save_pretrained wrote: it holds model_index.json, transformer/ and scheduler/."
+    )
+
+
+def _is_listed(index: dict[str, Any], part: str) -> bool:
+    """True if the index names a library and class for the part; diffusers writes [null, null] for an absent one."""
+    entry = index.get(part)
+    return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"model: {path} is missing. Complete the checkpoint folder.")
+    return read_json(path.parent, path.name)
+
+
+def _size_problem(model: str, name: str, value: int, step: int, offset: int) -> str | None:
+    """None if the value is positive and step * n + offset, else the error text with the nearest sizes that are."""
+    if (value - offset) % step == 0 and value > 0:
+        return None
+    below = (value - offset) // step * step + offset
+    choices = [size for size in (below, below + step) if size > 0]
+    rule = f"a multiple of {step}" if offset == 0 else f"a multiple of {step} plus {offset}"
+    return (
+        f"generation.{name}: {value} does not fit {model}, which needs {rule}. "
+        f"Nearest: {' or '.join(map(str, choices))}."
+    )

@@ -1,0 +1,83 @@
+"""Mask tensors. B batch, H heads, S sequence (q query, k key); bool masks keep where True."""
+
+from __future__ import annotations
+
+import torch
+
+
+def position_mask(
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Keep mask [Sq, Sk] of causal and windowed attention, aligned at the bottom right.
+
+    Query i stands at position i + (Sk - Sq). Causal keeps keys up to it; a window (left, right) keeps keys from
+    position - left to position + right, -1 meaning unlimited.
+    """
+    position = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
+    key = torch.arange(num_keys, device=device)[None, :]
+    return _in_sight(position, key, causal, window)
+
+
+def document_mask(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    lengths: tuple[int, int],
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Keep mask [Sq, Sk] of packed sequences: a query sees keys of its own sequence, each aligned by itself.
+
+    Boundaries are int32 [N + 1] on the device and stay there. Tokens behind the last boundary see nothing.
+    """
+    starts_q, ends_q = cu_seqlens_q[:-1], cu_seqlens_q[1:].contiguous()
+    starts_k, ends_k = cu_seqlens_k[:-1], cu_seqlens_k[1:].contiguous()
+    token_q = torch.arange(lengths[0], device=ends_q.device)
+    token_k = torch.arange(lengths[1], device=ends_k.device)
+    document_q = torch.searchsorted(ends_q, token_q, right=True)
+    document_k = torch.searchsorted(ends_k, token_k, right=True)
+    last = ends_q.numel() - 1
+    own_q, own_k = document_q.clamp(max=last), document_k.clamp(max=last)
+    shift = (ends_k - starts_k)[own_q] - (ends_q - starts_q)[own_q]
+    position = (token_q - starts_q[own_q] + shift)[:, None]
+    key = (token_k - starts_k[own_k])[None, :]
+    same = (document_q[:, None] == document_k[None, :]) & (document_k <= last)[None, :]
+    return same & _in_sight(position, key, causal, window)
+
+
+def _in_sight(
+    position: torch.Tensor, key: torch.Tensor, causal: bool, window: tuple[int, int] | None
+) -> torch.Tensor:
+    left, right = window or (-1, -1)
+    keep = torch.ones(position.shape[0], key.shape[1], dtype=torch.bool, device=position.device)
+    if causal:
+        keep &= key <= position
+    if left >= 0:
+        keep &= key >= position - left
+    if right >= 0:
+        keep &= key <= position + right
+    return keep
+
+
+def combine_masks(mask: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """A mask (bool, or float to add) that also hides what the bool mask `keep` hides."""
+    return mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, float("-inf"))
+
+
+def rows_without_key(mask: torch.Tensor) -> torch.Tensor:
+    """True for the query rows of a [..., Sq, Sk] mask that see no key at all: [..., Sq, 1]."""
+    hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
+    return hidden.all(-1, keepdim=True)
+
+
+def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask in another dtype; large finite values stay finite, so that they keep their meaning."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(mask.dtype).min >= lowest:
+        return mask.to(dtype)
+    return torch.where(mask == float("-inf"), mask, mask.clamp(min=lowest)).to(dtype)

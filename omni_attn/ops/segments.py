@@ -1,0 +1,32 @@
+"""Attention over parts of one sequence, for kernels that know only whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Segment(NamedTuple):
+    """Query rows [query_start, query_end) attend to keys [key_start, key_end)."""
+
+    query_start: int
+    query_end: int
+    key_start: int
+    key_end: int
+
+
+def attend_segments(
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: tuple[Segment, ...]
+) -> torch.Tensor:
+    """Runs `attend` on each segment of [B, S, H, D] tensors; rows of no segment, or without a key, are zeros."""
+    output = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for segment in segments:
+        rows = slice(segment.query_start, segment.query_end)
+        keys = slice(segment.key_start, segment.key_end)
+        if segment.query_end > segment.query_start and segment.key_end > segment.key_start:
+            output[:, rows] = attend(query[:, rows], key[:, keys], value[:, keys])
+    return output

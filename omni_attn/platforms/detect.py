@@ -1,0 +1,119 @@
+"""Reads the facts of this machine's devices: torch for the hardware, package metadata for the rest.
+
+No optional package is imported: a kernel package may be broken, or may load a GPU driver.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from omni_attn.backends import registry
+from omni_attn.errors import OmniAttnError
+from omni_attn.facts import DeviceCapability, DeviceInfo, PackageRequirement
+from omni_attn.facts.packages import UNKNOWN_VERSION, read_build_flags
+
+# Families in order of preference, each with the torch module that knows its devices.
+_ACCELERATORS = ("cuda", "npu", "xpu", "musa", "mps")
+
+
+def device_info(device: str | torch.device | None = None) -> DeviceInfo:
+    """Facts of a device of this machine; None = its best accelerator, else the CPU."""
+    chosen = torch.device(device) if device is not None else best_device()
+    packages, flags = _installed_packages(tuple(_known_packages()))
+    common: dict[str, Any] = {"packages": packages, "build_flags": flags, "torch_version": torch.__version__}
+    if chosen.type != "cuda":
+        kind = "cpu" if chosen.type == "meta" else chosen.type
+        return DeviceInfo(kind=kind, name=kind, **common)
+    properties = torch.cuda.get_device_properties(chosen)
+    if torch.version.hip:
+        architecture = properties.gcnArchName.split(":")[0]
+        return DeviceInfo(
+            kind="rocm", name=architecture, product=properties.name, driver=torch.version.hip, **common
+        )
+    capability = DeviceCapability(properties.major, properties.minor)
+    return DeviceInfo(
+        kind="cuda",
+        name=f"sm_{capability.major}{capability.minor}",
+        capability=capability,
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        driver=_nvidia_driver(),
+        product=properties.name,
+        **common,
+    )
+
+
+def best_device() -> torch.device:
+    """The first accelerator family that has a device here, else the CPU."""
+    for kind in _ACCELERATORS:
+        module = torch.backends.mps if kind == "mps" else getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return torch.device(kind)
+    return torch.device("cpu")
+
+
+def _installed_packages(
+    packages: tuple[PackageRequirement, ...],
+) -> tuple[dict[str, str], dict[str, frozenset[str]]]:
+    """Versions and published build flags of those packages that are installed.
+
+    A module on the path without metadata (a source checkout) counts for the first distribution that ships it, at
+    UNKNOWN_VERSION.
+    """
+    versions = {p.distribution: found for p in packages if (found := _metadata_version(p.distribution))}
+    provided = {p.module for p in packages if p.distribution in versions}
+    for package in packages:
+        if (
+            package.module not in provided
+            and "." not in package.module
+            and PathFinder.find_spec(package.module)
+        ):
+            versions[package.distribution] = UNKNOWN_VERSION
+            provided.add(package.module)
+    flags = {
+        p.distribution: on
+        for p in packages
+        if p.distribution in versions
+        and p.config_module
+        and (on := read_build_flags(p.config_module)) is not None
+    }
+    return versions, flags
+
+
+def _metadata_version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _known_packages() -> Iterator[PackageRequirement]:
+    """Each package that a registered backend names in its facts."""
+    seen = set()
+    for name in registry.registered_names():
+        try:
+            facts = registry.load_backend(
+                registry.runtime_path(name) or registry.default_path(name), name
+            ).facts
+        except OmniAttnError:
+            continue  # a broken plug-in must not hide the machine's facts; selecting it gives its own error
+        for kernel in (facts, *(variant.facts for variant in facts.variants)):
+            for package in kernel.packages:
+                if package not in seen:
+                    seen.add(package)
+                    yield package
+
+
+@functools.cache
+def _nvidia_driver() -> str | None:
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)

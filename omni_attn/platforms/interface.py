@@ -1,0 +1,166 @@
+"""OmniPlatform: the policy of a device family. Tables of names; the facts on the backends do the judging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from omni_attn.backends import registry
+from omni_attn.errors import BackendImportError, BackendRejectedError, NoBackendError
+from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
+
+if TYPE_CHECKING:
+    from omni_attn.config import AttentionSpec
+
+
+@dataclass(frozen=True)
+class OrderRow:
+    """One row of a default order: it holds for requests with at least so many expected key tokens.
+
+    Attributes:
+        order: backend names, best first.
+        min_key_tokens: lower limit on max_seqlen_k; None = the row for requests without that hint.
+    """
+
+    order: tuple[str, ...]
+    min_key_tokens: int | None = 0
+
+
+def first_matching(rows: tuple[OrderRow, ...], request: AttentionRequest) -> tuple[str, ...]:
+    """The order of the first row that fits the request's hint on key tokens."""
+    hint = request.max_seqlen_k
+    for row in rows:
+        if (
+            (row.min_key_tokens is None)
+            if hint is None
+            else (row.min_key_tokens is not None and hint >= row.min_key_tokens)
+        ):
+            return row.order
+    raise AssertionError(f"no row of {rows} covers max_seqlen_k={hint}")
+
+
+class OmniPlatform:
+    """What a device family prefers, forbids and replaces. One object per device.
+
+    Attributes:
+        class_paths: class paths that replace the built-in one of a name on this family.
+        bans: names never used on this family, with the reason.
+    """
+
+    class_paths: ClassVar[Mapping[str, str]] = {}
+    bans: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, device: DeviceInfo) -> None:
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.device.name})"
+
+    def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
+        """Candidate names for a request that nobody chose a backend for, best first."""
+        return ("TORCH_SDPA",)
+
+    def class_path(self, name: str) -> str:
+        """The class path of a canonical name: runtime registration, else this family's table, else the default.
+
+        Raises:
+            ConfigError: nobody registered the name.
+        """
+        return registry.runtime_path(name) or self.class_paths.get(name) or registry.default_path(name)
+
+    def evaluate(
+        self,
+        spec: AttentionSpec | None,
+        request: AttentionRequest,
+        *,
+        broken: Mapping[str, str] | None = None,
+    ) -> tuple[Verdict, ...]:
+        """A verdict for each candidate: the spec and its fallbacks, or this family's default order.
+
+        Args:
+            spec: a person's choice, None for the default.
+            broken: backend name -> why it turned out unusable although its facts accepted it.
+
+        Raises:
+            ConfigError: a name that nobody registered.
+        """
+        broken = broken or {}
+        if spec is not None:
+            candidates = (spec, *spec.fallback)
+            return tuple(
+                self._judge(candidate.backend, candidate, request, index, broken)
+                for index, candidate in enumerate(candidates)
+            )
+        if request.mask_usage is None:
+            request = replace(request, mask_usage="arbitrary")
+        order = self.default_order(request)
+        return tuple(self._judge(name, None, request, index, broken) for index, name in enumerate(order))
+
+    def get_diffusion_attn_backend_cls(self, spec: AttentionSpec | None, request: AttentionRequest) -> str:
+        """The class path of the first accepted candidate.
+
+        Raises:
+            BackendRejectedError: a person's choice, and all its fallbacks, cannot run here.
+            NoBackendError: no candidate of the default order can run here.
+        """
+        verdicts = self.evaluate(spec, request)
+        for verdict in verdicts:
+            if verdict.accepted:
+                return verdict.class_path
+        raise self.refusal(spec, request, verdicts, "given spec")
+
+    def refusal(
+        self,
+        spec: AttentionSpec | None,
+        request: AttentionRequest,
+        verdicts: tuple[Verdict, ...],
+        source: str,
+    ) -> BackendRejectedError | NoBackendError:
+        """The error for verdicts of which none accepts: the role, every reason, and what would run instead."""
+        reasons = "; ".join(f"{verdict.backend}: {'; '.join(verdict.reasons)}" for verdict in verdicts[1:])
+        if spec is None:
+            every = "".join(f"\n  {verdict}" for verdict in verdicts)
+            return NoBackendError(
+                f'role "{request.role}": no backend of the platform\'s default order can run on {self.device.name}:'
+                f"{every}\nChange what the layer needs, or install one of the packages named above."
+            )
+        accepted = [v for v in self.evaluate(None, request) if v.accepted and v.backend != spec.backend]
+        text = (
+            f'role "{request.role}": {spec.backend} (from {source}) cannot run on {self.device.name}: '
+            f"{'; '.join(verdicts[0].reasons)}."
+        )
+        if reasons:
+            text += f" Its fallbacks cannot either: {reasons}."
+        if accepted:
+            best = accepted[0].backend
+            text += (
+                f" Accepted here: {', '.join(v.backend for v in accepted)}. To choose for this role alone, write "
+                f"`per_role: {{{request.role}: {{backend: {best}}}}}`."
+            )
+        return BackendRejectedError(text)
+
+    def _judge(
+        self,
+        name: str,
+        spec: AttentionSpec | None,
+        request: AttentionRequest,
+        index: int,
+        broken: Mapping[str, str],
+    ) -> Verdict:
+        path = self.class_path(name)
+        if name in broken:
+            return Verdict(name, path, reasons=(broken[name],), index=index)
+        if name in self.bans:
+            return Verdict(
+                name, path, reasons=(f"never used on {self.device.kind}: {self.bans[name]}",), index=index
+            )
+        try:
+            backend = registry.load_backend(path, name)
+        except BackendImportError as error:
+            return Verdict(name, path, reasons=(str(error),), index=index)
+        reasons = backend.validate_configuration(request, self.device, spec)
+        if spec is None and backend.facts.numerics != "exact":
+            reasons = [*reasons, f"needs exact numerics for a default, found {backend.facts.numerics}"]
+        variant = None if reasons else backend.select_variant(request, self.device, spec)
+        return Verdict(name, path, variant, tuple(reasons), index)

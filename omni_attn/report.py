@@ -1,0 +1,81 @@
+"""attention_report: which kernel each attention role of a built model runs, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from omni_attn.layer import Attention
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """Layers of one role that run the same way.
+
+    Attributes:
+        role, role_category: their labels.
+        layers: how many; names: their names in the model.
+        backend, variant: what was selected ("custom_attention" where a module of the model's own runs).
+        impl: class that runs.
+        source: where the choice comes from.
+        reason: why this candidate, or why a fallback.
+        route: what was prepared last; fallbacks_taken: how many steps took a fallback.
+    """
+
+    role: str
+    role_category: str | None
+    layers: int
+    backend: str
+    variant: str | None
+    impl: str
+    source: str
+    reason: str
+    route: str
+    fallbacks_taken: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """One row per role and way of running."""
+
+    rows: tuple[ReportRow, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {"roles": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f'role "{row.role}" ({row.layers} layers): {row.route}, from {row.source}; {row.reason}'
+            for row in self.rows
+        )
+
+
+def attention_report(model: nn.Module) -> AttentionReport:
+    """What the Attention layers of a model run, one row per role and way of running, in order of appearance."""
+    groups: dict[tuple[object, ...], list[tuple[str, Attention]]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Attention):
+            source = layer.selection.source if layer.selection else "model"
+            groups.setdefault((layer.role, layer.group_id, source, layer.route), []).append((name, layer))
+    return AttentionReport(tuple(_row(members) for members in groups.values()))
+
+
+def _row(members: list[tuple[str, Attention]]) -> ReportRow:
+    layer = members[0][1]
+    selection = layer.selection
+    return ReportRow(
+        role=layer.role,
+        role_category=layer.role_category,
+        layers=len(members),
+        backend=selection.backend if selection else "custom_attention",
+        variant=selection.variant if selection else None,
+        impl=type(layer.impl).__qualname__ if selection else type(layer.custom_attention).__qualname__,
+        source=selection.source if selection else "model",
+        reason=selection.reason() if selection else "the model brings its own attention module",
+        route=layer.route,
+        fallbacks_taken=max(member.fallbacks_taken for _, member in members),
+        names=tuple(name for name, _ in members),
+    )

@@ -1,0 +1,8 @@
+"""For tests, ours and other people's: assumed devices, stand-in packages and kernels, and the conformance class."""
+
+from omni_attn.platforms.assumed import assumed_device as fake_device
+from omni_attn.testing.conformance import BackendConformance
+from omni_attn.testing.packages import fake_package
+from omni_attn.testing.standins import fake_kernels
+
+__all__ = ["BackendConformance", "fake_device", "fake_kernels", "fake_package"]

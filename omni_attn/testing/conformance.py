@@ -1,0 +1,418 @@
+"""BackendConformance: what every backend agrees on, as a test class for anybody's backend.
+
+    class TestMine(BackendConformance):
+        def get_backend(self):
+            return MyBackend
+
+pytest collects the test_ methods; `run_conformance` runs them without pytest. What the facts say a backend cannot do
+is checked to be refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from omni_attn.backends.abstract import AttentionBackend, AttentionImpl
+from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
+from omni_attn.errors import MetadataError
+from omni_attn.facts import AttentionRequest, DeviceInfo, KernelFacts, evaluate
+from omni_attn.ops.reference import reference_attention
+from omni_attn.routes import build_product
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# A device that no hardware limit can be read from; evaluate then judges what a request asks of the kernel alone.
+_NOWHERE = DeviceInfo(kind="any", name="any")
+
+
+class BackendConformance:
+    """One factory method to write, `get_backend`; the attributes say where and how to run.
+
+    Attributes:
+        variant: which variant, None for a backend without variants.
+        dtype, device: of the tensors.
+        head_size: a size that the backend takes; heads, kv_heads: query heads and shared key-value heads.
+        tolerance: allowed maximum absolute error against float64; None = by dtype.
+    """
+
+    variant: str | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    head_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    tolerance: float | None = None
+
+    def get_backend(self) -> type[AttentionBackend]:
+        """The backend under test."""
+        raise TypeError(
+            f"{type(self).__name__} must define get_backend(), which gives the backend under test"
+        )
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        """What has to be in place while a test runs, for instance stand-in kernels."""
+        return nullcontext()
+
+    # -- how pytest, or run_conformance, surrounds each test
+
+    def setup_method(self) -> None:
+        """Puts the kernels in place."""
+        self._kernels = self.kernels()
+        self._kernels.__enter__()
+
+    def teardown_method(self) -> None:
+        """Takes them away."""
+        self._kernels.__exit__(None, None, None)
+
+    # -- tools
+
+    @property
+    def facts(self) -> KernelFacts:
+        """Facts of the variant under test."""
+        facts = self.get_backend().facts
+        return next((v.facts for v in facts.variants if v.name == self.variant), facts)
+
+    def tensors(
+        self, batch: int, queries: int, keys: int, *, kv_heads: int | None = None, seed: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random query, key and value."""
+        generator = torch.Generator().manual_seed(seed)
+        heads = (self.heads, kv_heads or self.heads, kv_heads or self.heads)
+        shapes = [(batch, n, h, self.head_size) for n, h in zip((queries, keys, keys), heads, strict=True)]
+        query, key, value = (torch.randn(s, generator=generator).to(self.device, self.dtype) for s in shapes)
+        return query, key, value
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        record: AttentionMetadata | None = None,
+        **geometry: Any,
+    ) -> torch.Tensor:
+        """Builds impl, builder and product anew, and runs one call."""
+        impl, product = self.prepared(query, key, value, record, **geometry)
+        return impl.forward(query, key, value, product)
+
+    def prepared(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        record: AttentionMetadata | None = None,
+        **geometry: Any,
+    ) -> tuple[AttentionImpl, Any]:
+        """An impl, and what its builder makes of the record."""
+        arguments: dict[str, Any] = {
+            "num_heads": query.shape[2],
+            "num_kv_heads": key.shape[2],
+            "head_size": query.shape[3],
+            "value_head_size": value.shape[3],
+            "softmax_scale": query.shape[3] ** -0.5,
+            "variant": self.variant,
+            **geometry,
+        }
+        impl_cls = self.get_backend().get_impl_cls()
+        builder = (impl_cls.builder_cls or self.get_backend().get_builder_cls())(**arguments)
+        lengths = (query.shape[1], key.shape[1])
+        return impl_cls(**arguments), build_product(builder, record or AttentionMetadata(), lengths)
+
+    def close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
+        """Asserts equality with a float64 result, within the tolerance; NaN never passes."""
+        assert output.shape == expected.shape, f"shape {tuple(output.shape)}, needs {tuple(expected.shape)}"
+        limit = TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
+        error = (output.double() - expected.double()).abs().max().item() if output.numel() else 0.0
+        assert error <= limit, f"error {error:.2e} against float64, allowed {limit:.0e}"
+
+    def refused(self, **needs: Any) -> None:
+        """Asserts that the facts give a reason against a request with these needs."""
+        request = AttentionRequest(
+            **{"role": "self", "num_heads": self.heads, "head_size": self.head_size, **needs},
+        )
+        reasons = evaluate(self.facts, request, _NOWHERE)
+        assert any("needs" in reason and "found" in reason for reason in reasons), f"nothing refuses {needs}"
+
+    def build_fails(
+        self, record: AttentionMetadata, *naming: str, queries: int = 6, keys: int = 6, **geometry: Any
+    ) -> None:
+        """Asserts that preparing a record raises MetadataError with certain words."""
+        try:
+            self.prepared(*self.tensors(2, queries, keys), record, **geometry)
+        except MetadataError as error:
+            missing = [word for word in naming if word not in str(error)]
+            assert not missing, f"error text lacks {missing}: {error}"
+        else:
+            raise AssertionError(f"the record was accepted: {record}")
+
+    # -- what every backend agrees on
+
+    def test_dense_equals_reference(self) -> None:
+        """[B, S, H, D] in and out, also where a swap of dimensions would fit by shape."""
+        for batch, queries, keys in ((1, self.heads, self.heads), (2, 5, 5), (1, 7, 3), (2, 3, 9)):
+            query, key, value = self.tensors(batch, queries, keys)
+            output = self.run(query, key, value)
+            self.close(output, reference_attention(query, key, value)[0])
+            assert output.is_contiguous() and output.dtype == self.dtype
+
+    def test_strided_inputs_are_read_and_left_alone(self) -> None:
+        """Slices of one fused projection give the same numbers and stay as they were."""
+        parts = self.tensors(2, 6, 6)
+        fused = torch.stack(parts, dim=2)
+        query, key, value = fused.unbind(2)
+        self.close(self.run(query, key, value), reference_attention(*parts)[0])
+        swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
+        self.close(self.run(*swapped), reference_attention(*parts)[0])
+        assert torch.equal(fused, torch.stack(parts, dim=2))
+
+    def test_softmax_scale(self) -> None:
+        """A scale of the layer's own is honoured, or refused."""
+        if not self.facts.custom_scale:
+            return self.refused(softmax_scale=0.5)
+        query, key, value = self.tensors(1, 5, 5)
+        expected = reference_attention(query, key, value, softmax_scale=0.5)[0]
+        return self.close(self.run(query, key, value, softmax_scale=0.5), expected)
+
+    def test_grouped_heads_repeat_interleaved(self) -> None:
+        """Key-value head j serves a run of neighbouring query heads."""
+        if not self.facts.gqa:
+            return self.refused(num_kv_heads=self.kv_heads)
+        query, key, value = self.tensors(2, 5, 6, kv_heads=self.kv_heads)
+        return self.close(self.run(query, key, value), reference_attention(query, key, value)[0])
+
+    def test_causal_is_aligned_at_the_bottom_right(self) -> None:
+        """Also for unequal lengths; queries before the first key give zeros."""
+        if not self.facts.causal:
+            return self.refused(causal=True)
+        for queries, keys in ((6, 6), (3, 5), (5, 3)):
+            query, key, value = self.tensors(2, queries, keys)
+            expected = reference_attention(query, key, value, causal=True)[0]
+            self.close(self.run(query, key, value, causal=True), expected)
+        return None
+
+    def test_window(self) -> None:
+        """(left, right) tokens around a query's own position."""
+        if not self.facts.window:
+            return self.refused(window=(2, 1))
+        for queries, keys, causal, window in (
+            (8, 8, False, (2, 1)),
+            (4, 8, False, (3, -1)),
+            (8, 8, True, (2, 0)),
+        ):
+            if causal and not self.facts.causal:
+                continue
+            query, key, value = self.tensors(1, queries, keys)
+            expected = reference_attention(query, key, value, causal=causal, window=window)[0]
+            self.close(self.run(query, key, value, causal=causal, window=window), expected)
+        return None
+
+    def test_key_padding(self) -> None:
+        """[B, K] masks: right, left and holed padding, unequal lengths, and an item without any key."""
+        masks = (
+            [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]],
+            [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]],
+            [[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]],
+            [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]],
+        )
+        if "padding" not in self.facts.mask_kinds:
+            self.refused(mask_usage="padding")
+            return self.build_fails(self._masked(masks[0]), "attn_mask", queries=12, keys=5)
+        for queries in (12, 3, 5):
+            query, key, value = self.tensors(2, queries, 5)
+            for rows in masks:
+                record = self._masked(rows)
+                expected = reference_attention(query, key, value, attn_mask=record.attn_mask)[0]
+                self.close(self.run(query, key, value, record), expected)
+        return None
+
+    def test_prefix_lengths_beside_the_mask(self) -> None:
+        """kv_lengths is the same statement as the mask; a disagreement is refused with both numbers."""
+        if "padding" not in self.facts.mask_kinds:
+            return None
+        rows = [[1, 1, 1, 0, 0]]
+        query, key, value = self.tensors(1, 4, 5)
+        record = self._masked(rows, kv_lengths=(3,))
+        self.close(
+            self.run(query, key, value, record),
+            reference_attention(query, key, value, attn_mask=record.attn_mask)[0],
+        )
+        self.build_fails(self._masked(rows, kv_lengths=(2,)), "3", "2", keys=5)
+        return self.build_fails(self._masked([[1, 0, 1, 1, 0]], kv_lengths=(3,)), "hole", keys=5)
+
+    def test_arbitrary_masks(self) -> None:
+        """[B|1, H|1, Sq, Sk]: bool keeps, float is added; a dead row is zeros, the lowest number is a number."""
+        query, key, value = self.tensors(2, 6, 6)
+        keep = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+        keep[0, :, 2] = False
+        if "arbitrary" not in self.facts.mask_kinds:
+            self.refused(mask_usage="arbitrary")
+            return self.build_fails(AttentionMetadata(attn_mask=keep), "attn_mask")
+        masks = [keep, keep[:1], torch.zeros(2, 1, 6, 6).masked_fill(~keep, float("-inf"))]
+        masks += [torch.randn(1, self.heads, 6, 6), masks[2].bfloat16(), keep[:, 0, 1].float()]
+        if self.dtype != torch.float16:  # fp16's lowest number is too near to the scores to hide anything
+            masks.append(torch.zeros(2, 1, 6, 6).masked_fill(~keep, torch.finfo(self.dtype).min))
+        for mask in masks:
+            placed = mask.to(self.device)
+            output = self.run(query, key, value, AttentionMetadata(attn_mask=placed))
+            self.close(output, reference_attention(query, key, value, attn_mask=placed)[0])
+        return None
+
+    def test_causal_with_a_mask(self) -> None:
+        """Both hold at once, or the pair is refused."""
+        rows = [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+        if not self.facts.causal or "padding" not in self.facts.mask_kinds:
+            return None
+        if not self.facts.causal_with_mask:
+            self.refused(causal=True, mask_usage="padding")
+            return self.build_fails(self._masked(rows), "causal", causal=True)
+        query, key, value = self.tensors(2, 6, 6)
+        record = self._masked(rows)
+        expected = reference_attention(query, key, value, attn_mask=record.attn_mask, causal=True)[0]
+        return self.close(self.run(query, key, value, record, causal=True), expected)
+
+    def test_a_mask_that_hides_nothing(self) -> None:
+        """Equals no mask bit for bit: an all-true mask on the host, and any mask of mode "none"."""
+        query, key, value = self.tensors(2, 6, 6)
+        plain = self.run(query, key, value)
+        for shape in ((2, 6), (1, 1, 6, 6)):
+            record = AttentionMetadata(attn_mask=torch.ones(shape, dtype=torch.bool, device="cpu"))
+            if self.facts.mask_kinds:
+                assert torch.equal(self.run(query, key, value, record), plain)
+        if self.facts.mask_kinds:
+            hiding = AttentionMetadata(attn_mask=torch.zeros(2, 6, dtype=torch.bool), mask_mode="none")
+            assert torch.equal(self.run(query, key, value, hiding), plain)
+
+    def test_ambiguous_masks_are_refused(self) -> None:
+        """Integer masks, 3-D masks and masks of a wrong length, by name and number."""
+        self.build_fails(AttentionMetadata(attn_mask=torch.ones(2, 6, dtype=torch.uint8)), "attn_mask")
+        self.build_fails(AttentionMetadata(attn_mask=torch.zeros(2, 6, 6, dtype=torch.bool)), "attn_mask")
+        self.build_fails(AttentionMetadata(attn_mask=torch.zeros(2, 5, dtype=torch.bool)), "attn_mask")
+
+    def test_packed_equals_one_by_one(self) -> None:
+        """cu_seqlens isolate sequences; tokens behind the last boundary are neither read nor answered."""
+        query, key, value = self.tensors(1, 12, 12)
+        boundaries = (0, 5, 9)
+        if not self.facts.packing:
+            self.refused(packed=True)
+            return self.build_fails(
+                AttentionMetadata(cu_seqlens_q=boundaries), "cu_seqlens_q", queries=12, keys=12
+            )
+        for poisoned in (query, key, value):
+            poisoned[:, boundaries[-1] :] = float("nan")
+        for causal in (False, True) if self.facts.causal else (False,):
+            output = self.run(query, key, value, AttentionMetadata(cu_seqlens_q=boundaries), causal=causal)
+            for start, end in ((0, 5), (5, 9)):
+                part = slice(start, end)
+                expected = reference_attention(query[:, part], key[:, part], value[:, part], causal=causal)[0]
+                self.close(output[:, part], expected)
+            assert not output[:, boundaries[-1] :].any()
+        return None
+
+    def test_packed_padding(self) -> None:
+        """The first tokens are real; what lies behind them does not leak, and comes out as zeros."""
+        query, key, value = self.tensors(1, 8, 10)
+        record = AttentionMetadata(packed_padding=PackedPadding(q_length=5, kv_length=7))
+        if not self.facts.packing:
+            return self.build_fails(record, "packed_padding", queries=8, keys=10)
+        expected = reference_attention(query[:, :5], key[:, :7], value[:, :7])[0]
+        query[:, 5:], key[:, 7:], value[:, 7:] = float("nan"), float("nan"), float("nan")
+        output = self.run(query, key, value, record)
+        self.close(output[:, :5], expected)
+        assert not output[:, 5:].any()
+        return self.build_fails(record, "7", "6", queries=8, keys=6)
+
+    def test_batch_equals_single_runs(self) -> None:
+        """Items of a batch do not see one another."""
+        query, key, value = self.tensors(3, 5, 7)
+        together = self.run(query, key, value)
+        for item in range(3):
+            self.close(
+                together[item : item + 1], self.run(*(x[item : item + 1] for x in (query, key, value)))
+            )
+
+    def test_no_key_at_all(self) -> None:
+        """Zero key tokens give zeros."""
+        output = self.run(*self.tensors(2, 5, 0))
+        assert output.shape == (2, 5, self.heads, self.head_size) and not output.any()
+
+    def test_value_head_size(self) -> None:
+        """Value heads of another size are served, or refused."""
+        query, key, value = self.tensors(1, 5, 6)
+        if not self.facts.value_head_size:
+            return self.refused(value_head_size=self.head_size * 2)
+        wide = torch.cat([value, value + 1], dim=-1)
+        return self.close(self.run(query, key, wide), reference_attention(query, key, wide)[0])
+
+    def test_lse(self) -> None:
+        """Natural log of the sum of exponentials, [B, H, Sq] float32."""
+        query, key, value = self.tensors(2, 7, 6)
+        impl, product = self.prepared(query, key, value)
+        if not self.facts.lse:
+            try:
+                impl.forward_with_lse(query, key, value, product)
+            except TypeError as error:
+                assert "lse" in str(error).lower()
+                return
+            raise AssertionError("facts say lse=False, and forward_with_lse answered")
+        for causal in (False, True) if self.facts.causal else (False,):
+            impl, product = self.prepared(query, key, value, causal=causal)
+            output, lse = impl.forward_with_lse(query, key, value, product)
+            expected, expected_lse = reference_attention(query, key, value, causal=causal)
+            self.close(output, expected)
+            assert lse.dtype == torch.float32
+            seen = expected_lse != float("-inf")
+            assert bool((lse[~seen] == float("-inf")).all())
+            self.close(lse[seen], expected_lse[seen])
+
+    def test_backward(self) -> None:
+        """Gradients of query, key and value equal those of the reference."""
+        if not self.facts.backward:
+            return self.refused(requires_grad=True)
+        leaves = [x.requires_grad_() for x in self.tensors(1, 5, 6)]
+        doubles = [x.detach().double().requires_grad_() for x in leaves]
+        self.run(*leaves).sum(dim=1).square().sum().backward()
+        reference_attention(*doubles)[0].sum(dim=1).square().sum().backward()
+        for leaf, double in zip(leaves, doubles, strict=True):
+            assert leaf.grad is not None and double.grad is not None
+            scale = double.grad.abs().max().clamp(min=1.0)
+            self.close(leaf.grad.double() / scale, double.grad / scale)
+        return None
+
+    def test_compiles_into_one_graph(self) -> None:
+        """torch.compile(fullgraph=True) gives eager's numbers, with and without a mask."""
+        if self.facts.compile_mode == "eager_only":
+            return self.refused(compile=True)
+        query, key, value = self.tensors(2, 6, 6)
+        records = [AttentionMetadata()]
+        records += [self._masked([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])] * (
+            "padding" in self.facts.mask_kinds
+        )
+        for record in records:
+            torch.compiler.reset()
+            impl, product = self.prepared(query, key, value, record)
+            compiled = torch.compile(impl.forward, fullgraph=True, backend="aot_eager")
+            with torch.no_grad():
+                output = compiled(query, key, value, product)
+                assert output.is_contiguous()
+                self.close(output, impl.forward(query, key, value, product))
+        return None
+
+    def _masked(self, rows: list[list[int]], **facts: Any) -> AttentionMetadata:
+        mask = torch.tensor(rows, dtype=torch.bool, device=self.device)
+        return AttentionMetadata(attn_mask=mask, **facts)
+
+
+def run_conformance(suite: BackendConformance) -> Iterator[tuple[str, Exception | None]]:
+    """Runs each test of a suite: (its name, None if it passed, else what it raised)."""
+    for name in sorted(name for name in dir(suite) if name.startswith("test_")):
+        suite.setup_method()
+        try:
+            getattr(suite, name)()
+        except Exception as error:
+            yield name, error
+        else:
+            yield name, None
+        finally:
+            suite.teardown_method()
