@@ -5,8 +5,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/pip --disable-pip-version-check
-export PIP_NO_INPUT := 1
+PIP := $(BIN)/pip --disable-pip-version-check --no-input --quiet
 
 .PHONY: help setup demo test check format docs clean
 .DEFAULT_GOAL := help
@@ -16,8 +15,9 @@ help: ## list these targets
 
 setup: $(READY) ## create .venv with the pinned development versions
 
+# Passive waiting: on a busy machine, threads that spin for one another make a second into ten.
 demo: $(READY) ## run the small Wan example on this machine
-	$(BIN)/omni-attn run examples/wan_tiny.yaml
+	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(BIN)/omni-attn run examples/wan_tiny.yaml
 
 # The tensors of the tests are small: one thread each is faster than a pool that fights over few cores.
 test: $(READY) ## run the tests; ARGS="-k name" narrows them
@@ -45,6 +45,7 @@ clean: ## remove .venv and every cache
 $(READY): pyproject.toml constraints.txt
 	@"$(or $(PYTHON),python3)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 		"omni-attn needs Python 3.11 or newer, found %d.%d. Name another one: make PYTHON=python3.11" % v[:2])'
+	@echo "Setting up $(VENV) with the versions in constraints.txt; the first time this takes a minute or more."
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools torch
 	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,pipelines]"

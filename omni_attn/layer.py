@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling as _is_compiling
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
+from omni_attn.calls import check_layer_inputs, check_prepared, check_tensors
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.routes import Route, build_prepared, build_routes, group_name
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from omni_attn.facts.request import MaskUsage, SequenceParallel
 
 __all__ = ["Attention", "prepare_attention"]
+
+
+# No record holds it, so that a layer's first call is checked in full.
+_NEVER_MADE = Prepared(None, (0, 0))
 
 
 class Attention(nn.Module):
@@ -114,13 +121,10 @@ class Attention(nn.Module):
         """Chooses and constructs the impls, or leaves the request where it is asked for."""
         request = self.request
         self.role, self.role_category = request.role, request.role_category
-        self._dtype = None if request.dtype is None else getattr(torch, request.dtype, None)
-        self._tails = (
-            (request.num_heads, request.head_size),
-            (request.num_kv_heads, request.head_size),
-            (request.num_kv_heads, request.value_head_size),
+        self._dtype: torch.dtype | None = (
+            None if request.dtype is None else getattr(torch, request.dtype, None)
         )
-        self._seen: tuple[Any, tuple[int, int]] = (None, (0, 0))
+        self._last: tuple[Any, ...] = (_NEVER_MADE, torch.Size(), torch.Size(), self.forward, None)
         self._plain: Prepared | None = None
         self._routes: tuple[Route, ...] = ()
         self.group_id = f"custom:{self.prefix}"
@@ -164,6 +168,34 @@ class Attention(nn.Module):
             record.memo[self.group_id] = made
         self._note_route(made)
 
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """See forward. A call like the layer's last one goes straight to the kernel.
+
+        What was checked then is looked at again only if the kernel fails. Hooks, compiled code and layer inputs take
+        nn.Module's way through forward.
+        """
+        local_hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+        if not (local_hooks or _global_forward_hooks or _global_forward_pre_hooks or _is_compiling()):
+            if metadata is None:
+                made = self._plain
+            else:
+                made = None if metadata.layer_inputs else metadata.memo.get(self.group_id)
+            last, query_shape, key_shape, run, product = self._last
+            if made is last and query.shape == query_shape and key.shape == key_shape:
+                try:
+                    return run(query, key, value, product)  # type: ignore[no-any-return]
+                except Exception:
+                    self._check_call(query, key, value)
+                    raise
+        output: torch.Tensor = super().__call__(query, key, value, metadata)
+        return output
+
     def forward(
         self,
         query: torch.Tensor,
@@ -186,31 +218,17 @@ class Attention(nn.Module):
         """
         if self.custom_attention is not None:
             return self.custom_attention(query, key, value, metadata)
-        compiling = torch.compiler.is_compiling()
-        shapes = (query.shape, key.shape, value.shape)
-        seen, lengths = self._seen
-        if compiling or shapes != seen:
-            lengths = self._check_shapes(*shapes)
-            if not compiling:
-                self._seen = (shapes, lengths)
-        if query.dtype is not self._dtype and not compiling:
-            self._check_dtype(query.dtype)
-        if metadata is None:
-            prepared = self._plain
-            if compiling or prepared is None or prepared.lengths != lengths:
-                prepared = self._build(AttentionMetadata(), lengths)
-                if not compiling:
-                    self._plain = prepared
-            return self._impls[prepared.route].forward(query, key, value, prepared.product)
-        prepared = metadata.memo.get(self.group_id)
-        if prepared is None:
-            prepared = self._prepare_late(metadata, lengths, compiling)
-        if prepared.lengths != lengths or prepared.mask_batch is not None or prepared.mask_device is not None:
-            self._check_prepared(prepared, query, lengths)
-        if metadata.layer_inputs:
-            inputs = self._checked_inputs(metadata.layer_inputs, prepared.route)
-            return self._impls[prepared.route].forward(query, key, value, prepared.product, **inputs)
-        return self._impls[prepared.route].forward(query, key, value, prepared.product)
+        lengths = self._check_call(query, key, value)
+        made = self._find_prepared(metadata, lengths)
+        check_prepared(self.role, made, query, lengths)
+        impl = self._impls[made.route]
+        if metadata is not None and metadata.layer_inputs:
+            check_layer_inputs(self._routes[made.route], metadata.layer_inputs)
+            return impl.forward(query, key, value, made.product, **metadata.layer_inputs)
+        output = impl.forward(query, key, value, made.product)
+        if not _is_compiling():
+            self._last = (made, query.shape, key.shape, impl.forward, made.product)
+        return output
 
     def _build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
         if not self._routes:
@@ -225,30 +243,32 @@ class Attention(nn.Module):
         self._route = f"{label}: {own}" if own else label
         self.fallbacks_taken += made.route > 0
 
-    def _prepare_late(self, record: AttentionMetadata, lengths: tuple[int, int], compiling: bool) -> Prepared:
-        if compiling:
-            raise MetadataError(
-                f'role "{self.role}": the record was not prepared before compiled code; call prepare_attention(model, '
-                "{role: record}, lengths) outside of it"
-            )
-        self.prepare(record, lengths)
-        return record.memo[self.group_id]
+    def _find_prepared(self, record: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
+        """What the record holds for this group, or builds it late; without a record the layer keeps it itself.
 
-    def _check_shapes(self, query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[int, int]:
-        for name, shape, (heads, size) in zip(
-            ("query", "key", "value"), (query, key, value), self._tails, strict=True
-        ):
-            if len(shape) != 4 or shape[2] != heads or shape[3] != size:
-                raise MetadataError(
-                    f'role "{self.role}": {name} has shape {tuple(shape)}, the layer was built for {heads} heads of '
-                    f"{size} channels: needs [batch, tokens, {heads}, {size}]"
-                )
-        if key[:2] != value[:2] or query[0] != key[0]:
-            raise MetadataError(
-                f'role "{self.role}": query {tuple(query)}, key {tuple(key)} and value {tuple(value)} need one batch '
-                "size, and key and value one length"
-            )
-        return query[1], key[1]
+        Compiled code only reads what was prepared; a call without a record is simple enough to build in a trace.
+        """
+        if record is not None:
+            if self.group_id not in record.memo:
+                if _is_compiling():
+                    raise MetadataError(
+                        f'role "{self.role}": the record was not prepared before compiled code; call '
+                        "prepare_attention(model, {role: record}, lengths) outside of it"
+                    )
+                self.prepare(record, lengths)
+            return record.memo[self.group_id]
+        if _is_compiling():
+            return self._build(AttentionMetadata(), lengths)
+        if self._plain is None or self._plain.lengths != lengths:
+            self._plain = self._build(AttentionMetadata(), lengths)
+            self._note_route(self._plain)
+        return self._plain
+
+    def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+        lengths = check_tensors(self.request, query, key, value)
+        if query.dtype is not self._dtype and not _is_compiling():
+            self._check_dtype(query.dtype)
+        return lengths
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         """Judges a dtype that was unknown or different at construction; a platform default may move on to another."""
@@ -263,32 +283,6 @@ class Attention(nn.Module):
         if reasons:
             self._settle()
         self._dtype = dtype
-
-    def _check_prepared(self, prepared: Prepared, query: torch.Tensor, lengths: tuple[int, int]) -> None:
-        if prepared.lengths != lengths:
-            raise MetadataError(
-                f'role "{self.role}": the record was prepared for {prepared.lengths[0]} query and '
-                f"{prepared.lengths[1]} key tokens, the call has {lengths[0]} and {lengths[1]}: prepare each kind of "
-                "call with its own record and lengths"
-            )
-        if prepared.mask_batch is not None and prepared.mask_batch != query.shape[0]:
-            raise MetadataError(
-                f'role "{self.role}": mask or packing is for batch size {prepared.mask_batch}, query has {query.shape[0]}'
-            )
-        if prepared.mask_device is not None and prepared.mask_device != query.device:
-            raise MetadataError(
-                f'role "{self.role}": attn_mask is on {prepared.mask_device}, query on {query.device}'
-            )
-
-    def _checked_inputs(self, inputs: Mapping[str, torch.Tensor], route: int) -> Mapping[str, torch.Tensor]:
-        known = self._routes[route].selection.backend_cls.facts.layer_inputs
-        unread = [name for name in inputs if name not in known]
-        if unread:
-            raise MetadataError(
-                f'role "{self.role}": {self._routes[route].selection.label} reads no layer input {", ".join(unread)}; '
-                "ask attention.reads(name) before making it"
-            )
-        return inputs
 
     def extra_repr(self) -> str:
         """Role and choice, for print(model)."""

@@ -11,12 +11,12 @@ def to_plain(value: Any) -> Any:
     """A value as dicts, lists, numbers, texts and None.
 
     Dataclasses and named tuples become dicts of their fields, sets become sorted lists, pydantic models become
-    the mapping that a YAML file would hold (fields that were not set are left out).
+    the mapping that a YAML file would hold, with every default that is not None.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json", exclude_unset=True)
+        return value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):

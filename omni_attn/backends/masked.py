@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,12 +25,14 @@ class MaskedMetadata:
         empty_rows: True for query rows without a key, broadcastable to [B, H, Sq, 1]; set whenever mask is.
         unused_keys: True for packed key tokens behind the last boundary, [1, T, 1, 1]; they may hold anything, NaN too.
         segments: parts of the sequence that attend to themselves only; None = the whole.
+        is_plain: none of the above is set.
     """
 
     mask: torch.Tensor | None = None
     empty_rows: torch.Tensor | None = None
     unused_keys: torch.Tensor | None = None
     segments: tuple[Segment, ...] | None = None
+    is_plain: bool = False
 
 
 class MaskedMetadataBuilder(AttentionMetadataBuilder):
@@ -49,7 +51,7 @@ class MaskedMetadataBuilder(AttentionMetadataBuilder):
             unused = torch.arange(lengths[1], device=mask.device) >= boundaries[1][-1]
             return MaskedMetadata(mask, rows_without_key(mask), unused[None, :, None, None])
         if stated.mask is None:
-            return MaskedMetadata()
+            return MaskedMetadata(is_plain=True)
         mask = stated.mask[:, None, None] if stated.mask.dim() == 2 else stated.mask
         if self.causal or self.window is not None:
             keep = position_mask(*lengths, causal=self.causal, window=self.window, device=mask.device)
@@ -60,6 +62,10 @@ class MaskedMetadataBuilder(AttentionMetadataBuilder):
 class MaskedImpl(AttentionImpl):
     """Attention through a call that takes [B, H, S, D] tensors, one mask, and causal for equal lengths."""
 
+    def __init__(self, **geometry: Any) -> None:
+        super().__init__(**geometry)
+        self._positional = self.causal or self.window is not None
+
     @abstractmethod
     def attend(
         self,
@@ -69,7 +75,7 @@ class MaskedImpl(AttentionImpl):
         mask: torch.Tensor | None,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Output [B, H, Sq, Dv] of query [B, H, Sq, D], key and value [B, G, Sk, D]; mask bool, or float in any dtype."""
+        """Output [B, H, Sq, Dv] of query [B, H, Sq, D], key, value [B, G, Sk, D]; mask bool, or float in any dtype."""
 
     @abstractmethod
     def attend_with_lse(
@@ -91,6 +97,11 @@ class MaskedImpl(AttentionImpl):
         **layer_inputs: torch.Tensor,
     ) -> torch.Tensor:
         """See AttentionImpl.forward."""
+        if metadata.is_plain and not self._positional:  # the hot path of diffusion models, kept short
+            output = self.attend(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, False
+            )
+            return output.transpose(1, 2).contiguous()
         if metadata.segments is not None:
             return attend_segments(self._whole, query, key, value, metadata.segments)
         if metadata.unused_keys is not None:
@@ -138,7 +149,7 @@ class MaskedImpl(AttentionImpl):
         empty_rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
         """Causal and window as torch's flag where the alignments agree, else as a mask on this device."""
-        if mask is not None or not (self.causal or self.window is not None):
+        if mask is not None or not self._positional:
             return mask, empty_rows, False
         num_queries, num_keys = query.shape[1], key.shape[1]
         if self.window is None and num_queries == num_keys:

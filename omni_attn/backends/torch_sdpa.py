@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from omni_attn.backends.abstract import AttentionBackend
-from omni_attn.backends.masked import MaskedImpl, MaskedMetadataBuilder
+from omni_attn.backends.masked import MaskedImpl, MaskedMetadata, MaskedMetadataBuilder
 from omni_attn.facts import BackendFacts
 from omni_attn.facts.backend import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from omni_attn.ops.masks import as_additive
@@ -16,6 +16,28 @@ from omni_attn.ops.masks import as_additive
 
 class TorchSDPAImpl(MaskedImpl):
     """One layer on torch's dispatcher."""
+
+    def __init__(self, **geometry: Any) -> None:
+        super().__init__(**geometry)
+        default_scale = self.softmax_scale == self.head_size**-0.5
+        shared_heads = self.num_kv_heads != self.num_heads
+        self._bare = default_scale and not shared_heads and not self._positional
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: MaskedMetadata,
+        **layer_inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """See AttentionImpl.forward; the plain case on the shortest way."""
+        if metadata.is_plain and self._bare:
+            output = F.scaled_dot_product_attention(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            )
+            return output.transpose(1, 2).contiguous()
+        return super().forward(query, key, value, metadata)
 
     def attend(
         self,

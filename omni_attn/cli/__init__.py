@@ -6,6 +6,8 @@ once. `explain`, `overview` and `plain` beside this package hold what the comman
 
 from __future__ import annotations
 
+import warnings
+
 from omni_attn.cli.app import app
 
 __all__ = ["app", "main"]
@@ -13,4 +15,5 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Entry point of `omni-attn` and of `python -m omni_attn`; exits 0 if all is well, 2 on a person's mistake."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     app(prog_name="omni-attn")

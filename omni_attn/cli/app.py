@@ -29,6 +29,7 @@ app = typer.Typer(
     help="Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

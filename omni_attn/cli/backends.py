@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from omni_attn.cli.options import AsJson
 
+FEATURE_DETAILS = ("masks", "compile", "CUDA graph", "sequence parallel", "options")
+
 
 def backends(as_json: AsJson = False) -> None:
     """Show every backend's facts: where it runs, and what it can do."""
@@ -22,6 +24,6 @@ def backends(as_json: AsJson = False) -> None:
         return
     rows = backend_rows(facts)
     print_line("Where a backend runs", style="bold")
-    print_table(PLACE_COLUMNS, [[row.place_cells() for row in rows]], wrap=PLACE_COLUMNS[2:])
+    print_table(PLACE_COLUMNS, [[row.place_cells() for row in rows]], details=PLACE_COLUMNS[2:])
     print_line("What it can do", style="bold")
-    print_table(FEATURE_COLUMNS, [[row.feature_cells() for row in rows]], wrap=FEATURE_COLUMNS[2:])
+    print_table(FEATURE_COLUMNS, [[row.feature_cells() for row in rows]], details=FEATURE_DETAILS)

@@ -54,14 +54,14 @@ def check(
 
 
 def file_problems(file: Path, overrides: list[str], platform_of: PlatformOf, model: bool) -> list[str]:
-    """Every problem of one file, each with its place."""
+    """Every problem of one file, each with its place. The environment has no part in it: the file is judged."""
     from omni_attn.config import load_pipeline
     from omni_attn.config.overrides import apply_overrides
     from omni_attn.config.yaml_document import read_document
     from omni_attn.explain import explain_pipeline
 
     try:
-        config = load_pipeline(file, overrides=overrides)
+        config = load_pipeline(file, overrides=overrides, environ={})
     except ConfigError as error:
         return list(error.problems)
     document = read_document(file)

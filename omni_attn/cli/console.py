@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
@@ -45,22 +46,67 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def print_table(
-    columns: Sequence[str], sections: Iterable[Iterable[Row]], *, wrap: Sequence[str] = ()
+    columns: Sequence[str], sections: Iterable[Iterable[Row]], *, details: Sequence[str] = ()
 ) -> None:
-    """Prints a table on standard output.
+    """Prints a table on standard output; every cell is printed whole.
 
     Args:
         sections: groups of rows with a line between them.
-        wrap: the columns that a narrow terminal may fold; the others keep their width.
+        details: the columns that move below their row where a terminal is too narrow for the whole table.
     """
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    out = console()
+    groups = [[tuple(row) for row in section] for section in sections]
+    table = _table(columns, groups)
+    if out.measure(table, options=out.options.update(max_width=PIPE_WIDTH)).maximum > out.width:
+        _print_narrow(out, columns, groups, details)
+        return
+    with out.capture() as captured:
+        out.print(table)
+    lines = captured.get().splitlines()
+    out.file.writelines(f"{line if out.is_terminal else line.rstrip()}\n" for line in [*lines, ""])
+
+
+def _table(columns: Sequence[str], groups: Sequence[Sequence[Row]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=column not in wrap, overflow="fold")
-    for section in sections:
-        for row in section:
+        table.add_column(column, no_wrap=True, overflow="fold")
+    for rows in groups:
+        for row in rows:
             table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
         table.add_section()
-    console().print(table)
+    return table
+
+
+def _print_narrow(
+    out: Console, columns: Sequence[str], groups: Sequence[Sequence[Row]], details: Sequence[str]
+) -> None:
+    """Rows of the short columns, each with its details in wrapped lines below."""
+    short = [index for index, column in enumerate(columns) if column not in details]
+    widths = [
+        max(len(row[index]) for row in [columns, *(r for rows in groups for r in rows)]) for index in short
+    ]
+
+    def line(row: Row, head: str = "") -> Text:
+        cells = zip((row[index] for index in short), widths, strict=True)
+        return Text("  ").join(
+            Text(cell.ljust(width), style=head or STYLES.get(cell, "")) for cell, width in cells
+        )
+
+    out.print(line(columns, "bold"), soft_wrap=True)
+    for rows in groups:
+        for row in rows:
+            out.print(line(row), soft_wrap=True)
+            named = [
+                (column, cell)
+                for column, cell in zip(columns, row, strict=True)
+                if column in details and cell
+            ]
+            texts = [cell if len(details) == 1 else f"{column}: {cell}" for column, cell in named]
+            for text in texts:
+                out.print(
+                    textwrap.indent(textwrap.fill(text, max(20, out.width - 4)), "    "), soft_wrap=True
+                )
+        out.print()
 
 
 def print_line(text: str = "", *, style: str = "") -> None:

@@ -28,4 +28,4 @@ def doctor(as_json: AsJson = False) -> None:
         )
         for health in diagnosis.backends
     ]
-    print_table(COLUMNS, [rows], wrap=("why not", "install"))
+    print_table(COLUMNS, [rows], details=("why not", "install"))

@@ -35,7 +35,7 @@ def explain(
         print_line(
             f"{config.pipeline} {config.model} on {device_line(explanation, assumed=assume is not None)}"
         )
-        print_table(COLUMNS, map(verdict_rows, explanation.roles), wrap=("reason",))
+        print_table(COLUMNS, map(verdict_rows, explanation.roles), details=("reason",))
     for path, text in explanation.unmatched.items():
         warn(f"{path}: {text}")
     explanation.raise_if_refused()

@@ -34,7 +34,7 @@ def print_result(result: RunResult) -> None:
     from omni_attn.report import attention_report
 
     print_line(f"Attention on {result.device}, {result.dtype}", style="bold")
-    print_table(COLUMNS, [map(report_cells, attention_report(result.model).rows)], wrap=("reason",))
+    print_table(COLUMNS, [map(report_cells, attention_report(result.model).rows)], details=("reason",))
     for note in result.notes:
         print_line(f"note: {note}")
     print_line(f"Written into {result.output_folder}:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,7 +57,9 @@ def target_platform(
     from omni_attn.platforms import current_omni_platform
     from omni_attn.platforms.assumed import assumed_device
 
-    device = assumed_device(assume, parse_packages(packages or ""), cudnn)
+    installed = parse_packages(packages or "")
+    warn_of_unknown(installed)
+    device = assumed_device(assume, installed, cudnn)
     asked = config.device.partition(":")[0]
     if asked not in ("auto", device.kind) and (asked, device.kind) != ("cuda", "rocm"):
         raise ConfigError(
@@ -95,3 +98,22 @@ def parse_packages(text: str) -> dict[str, str]:
     if problems:
         raise ConfigError(*problems)
     return packages
+
+
+def warn_of_unknown(packages: Iterable[str]) -> None:
+    """Warns of distributions that no registered backend asks for: most likely misspelt."""
+    from omni_attn.cli.console import warn
+    from omni_attn.config.names import nearest
+    from omni_attn.overview import registered_facts
+
+    known = {
+        package.distribution
+        for facts in registered_facts().values()
+        for kernel in (facts, *(variant.facts for variant in facts.variants))
+        for package in kernel.packages
+    }
+    for name in packages:
+        if name not in known:
+            near = nearest(name, sorted(known), 0.4)
+            hint = f" Did you mean {near}?" if near else ""
+            warn(f"--packages: no backend here asks for {name!r}.{hint} Known: {', '.join(sorted(known))}.")

@@ -73,8 +73,8 @@ class AttentionConfig(ConfigModel):
     per_role: Roles = Field(default_factory=FrozenMapping)
     """Role or role category to a backend name or a spec; roles may be nested (`ltx2: {audio_self: ...}`)."""
 
+    # The environment variable that supplied `default`. Pydantic's == compares private attributes, too.
     _default_variable: str | None = PrivateAttr(default=None)
-    # The environment variable that supplied `default`. Pydantic compares private attributes in ==.
 
     @model_validator(mode="before")
     @classmethod
@@ -125,11 +125,12 @@ class AttentionConfig(ConfigModel):
         if len(set(named.values())) > 1:
             pairs = " and ".join(f"{variable}={name}" for variable, name in named.items())
             raise ConfigError(f"{pairs} name different backends: unset one of them")
-        for variable, name in named.items():
-            supplied = self.model_copy(update={"default": AttentionSpec(backend=name)})
-            supplied._default_variable = variable
-            return supplied
-        return self
+        if not named:
+            return self
+        variable, name = next(iter(named.items()))
+        supplied = self.model_copy(update={"default": AttentionSpec(backend=name)})
+        supplied._default_variable = variable
+        return supplied
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's; a new `default` is no longer the environment's."""

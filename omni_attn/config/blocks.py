@@ -65,8 +65,6 @@ def _layer_range(part: str) -> range:
 VariantName = Annotated[str | None, Field(strict=True), BeforeValidator(_variant)]
 QuantDtype = Annotated[Literal["float16", "bfloat16", "int8", "fp8_e4m3"], MEMBER_VALUE]
 QuantBlockSize = Annotated[Literal[1, 4, 16], BeforeValidator(_exact_int)]
-
-
 _LAYERS_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer", "minimum": 0}},

@@ -33,41 +33,57 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> list[str]:
     """
     problems: list[str] = []
     for text in overrides:
-        key, equals, value = text.partition("=")
+        key, equals, scalar = text.partition("=")
         try:
             if not equals or not all(key.split(".")):
                 raise ConfigError("write KEY=VALUE, for example generation.seed=3")
-            document.data = _overridden(document.data, key, parse_value(value))
+            path, value = _path(document.data, key), parse_value(scalar)
+            if isinstance(value, str) and _is_role(path):
+                value = {"backend": value}  # a name alone would be refused further down in a tree
+            data = _with_value(document.data, path, value)
         except ConfigError as error:
             problems += [f"--set {text}: {problem}" for problem in error.problems]
             continue
-        replaced = f"{key}."
-        document.places = {
-            path: at for path, at in document.places.items() if not f"{path}.".startswith(replaced)
+        replaced = _first_new(document.data, path)
+        places = {
+            at: place for at, place in document.places.items() if not f"{at}.".startswith(f"{replaced}.")
         }
-        document.places[key] = f"--set {text}"
+        document.data, document.places = data, {**places, replaced: f"--set {text}"}
     return problems
 
 
-def _overridden(data: Any, key: str, value: Any) -> Any:
+def _path(data: Any, key: str) -> Path:
+    """The keys that lead to the value: those of the file, where it writes the role already."""
     words = tuple(key.split("."))
     if words[:2] != _ROLES or len(words) == 2:
-        return _with_value(data, words, value)
+        return words
     words = words[2:]
     end = next((index for index, word in enumerate(words) if word in SPEC_FIELDS), len(words))
     role, fields = ".".join(words[:end]), words[end:]
     if not role:
         raise ConfigError(
-            f"{key}: no role stands before {words[0]!r}. Write attention.per_role.<role>.{key[19:]}"
+            f"{key}: no role stands before {words[0]!r}. Write attention.per_role.<role>.{words[0]}"
         )
-    path = _written(_role_tree(data), role)
-    if path is None and not fields:
+    written = _written(_role_tree(data), role)
+    if written is None and not fields:
         misspelt = next((word for word in words[1:] if nearest(word, SPEC_FIELDS, _MISSPELT)), None)
         if misspelt is not None:
             raise ConfigError(f"{key}: {unknown_key(misspelt, list(SPEC_FIELDS))}")
-    if isinstance(value, str) and not fields:
-        value = {"backend": value}  # a name alone would be refused further down in a tree
-    return _with_value(data, (*_ROLES, *(path or (role,)), *fields), value)
+    return (*_ROLES, *(written or (role,)), *fields)
+
+
+def _is_role(path: Path) -> bool:
+    return len(path) > 2 and path[:2] == _ROLES and not any(step in SPEC_FIELDS for step in path)
+
+
+def _first_new(data: Any, path: Path) -> str:
+    """The dotted beginning of `path` from which on everything comes from the override."""
+    node = data
+    for length, step in enumerate(path, 1):
+        node = node.get(step) if isinstance(node, Mapping) else None
+        if node is None:
+            return ".".join(path[:length])
+    return ".".join(path)
 
 
 def _role_tree(data: Any) -> Mapping[str, Any]:

@@ -16,6 +16,8 @@ import yaml
 
 from omni_attn.errors import ConfigError
 
+_PREFIX = "tag:yaml.org,2002:"
+
 
 @dataclass
 class Document:
@@ -35,9 +37,17 @@ class Document:
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the plain scalars of YAML 1.2."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, ValueError):  # `!!int abc`, or more digits than Python takes
+            kind = node.tag.removeprefix(_PREFIX)
+            raise yaml.constructor.ConstructorError(
+                problem=f"{str(node.value)[:40]!r} is no {kind}", problem_mark=node.start_mark
+            ) from None
+
 
 _Loader.yaml_implicit_resolvers = {}
-_PREFIX = "tag:yaml.org,2002:"
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -87,9 +97,9 @@ def parse_document(text: str, name: str = "line ") -> Document:
         data, is_json = json.loads(text), True
     except ValueError:
         data, is_json = None, False
-    # JSON has rules of its own (PyYAML stumbles over surrogate pairs); its places still come from YAML nodes.
-    loader = _Loader(text.replace("\t", " ") if is_json else text)
     try:
+        # JSON has rules of its own (PyYAML stumbles over surrogate pairs); its places still come from YAML nodes.
+        loader = _Loader(text.replace("\t", " ") if is_json else text)
         node = loader.get_single_node()
         places, twice = _places(node, name)
         document = Document(data if is_json or node is None else loader.construct_document(node), places)
@@ -97,10 +107,9 @@ def parse_document(text: str, name: str = "line ") -> Document:
         if is_json:
             return Document(data)
         mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{name}{mark.line + 1 if mark else 1}: not valid YAML: {reason}") from None
-    finally:
-        loader.dispose()
+        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+        reason = getattr(error, "problem", None) or str(error).replace("\n", " ")
+        raise ConfigError(f"{name}{line + 1}: not valid YAML: {reason}") from None
     if twice:
         raise ConfigError(*twice)
     return document
@@ -110,13 +119,19 @@ def parse_value(text: str) -> Any:
     """The value of an override: a YAML scalar, or flow YAML when it begins like one.
 
     A scalar is never parsed any further, so that a prompt may hold `: ` and ` #`.
+
+    Raises:
+        ConfigError: not YAML.
     """
     text = text.strip()
     if text.startswith(("{", "[", '"', "'")):
         return parse_document(text).data
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-    return loader.construct_document(yaml.ScalarNode(tag, text))
+    try:
+        return loader.construct_document(yaml.ScalarNode(tag, text))
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"not valid YAML: {error.problem}") from None
 
 
 def _places(root: yaml.Node | None, name: str) -> tuple[dict[str, str], list[str]]:

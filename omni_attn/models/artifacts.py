@@ -38,7 +38,9 @@ def create_output_folder(path: str) -> Path:
 def save_latents(path: Path, latents: torch.Tensor, metadata: Mapping[str, str]) -> Path:
     """Write `latents`, float32, under the key "latents" of a safetensors file with these header entries."""
     safetensors = import_extra("safetensors.torch", f"Writing {path}")
-    safetensors.save_file({"latents": latents.detach().float().cpu().contiguous()}, path, metadata=dict(metadata))
+    safetensors.save_file(
+        {"latents": latents.detach().float().cpu().contiguous()}, path, metadata=dict(metadata)
+    )
     return path
 
 
@@ -51,10 +53,10 @@ def latents_to_frames(latents: torch.Tensor) -> torch.Tensor:
     is made positive, so that equal latents give equal pictures.
 
     Args:
-        latents: [C, T, H, W], finite, C >= 1.
+        latents: [C, T, H, W], C >= 1; numbers that are not finite are shown as zeros.
     """
     channels, frames, height, width = latents.shape
-    points = latents.detach().double().cpu().flatten(1)
+    points = latents.detach().cpu().double().flatten(1).nan_to_num(0, 0, 0)
     points = points - points.mean(dim=1, keepdim=True)
     _, vectors = torch.linalg.eigh(points @ points.T)  # eigenvalues ascend
     axes = vectors.flip(1)[:, :3]
@@ -64,7 +66,9 @@ def latents_to_frames(latents: torch.Tensor) -> torch.Tensor:
         projected = torch.cat([projected, projected.new_zeros(3 - channels, points.shape[1])])
     luma, blue, red = _robust_range(projected)
     luma, blue, red = 0.06 + 0.88 * luma, 0.55 * (blue - 0.5), 0.55 * (red - 0.5)
-    rgb = torch.stack([luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue], dim=-1)
+    rgb = torch.stack(
+        [luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue], dim=-1
+    )
     return (rgb.clamp(0, 1) * 255).round().to(torch.uint8).view(frames, height, width, 3)
 
 
@@ -92,7 +96,9 @@ def save_frames(folder: Path, frames: torch.Tensor) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def save_contact_sheet(path: Path, frames: torch.Tensor, *, title: str, caption: Sequence[str], unit: str) -> Path:
+def save_contact_sheet(
+    path: Path, frames: torch.Tensor, *, title: str, caption: Sequence[str], unit: str
+) -> Path:
     """Write one picture with the clip's frames in a grid, their indices below them, and the caption under all.
 
     Args:
@@ -116,7 +122,9 @@ def save_contact_sheet(path: Path, frames: torch.Tensor, *, title: str, caption:
     sheet_width = 2 * _MARGIN + max(grid_width, math.ceil(text_width))
     top = _MARGIN + 40
     grid_height = rows * (cell[1] + _LABEL + _GAP)
-    sheet = pillow.new("RGB", (sheet_width, top + grid_height + len(caption) * (_CAPTION + 3) + _MARGIN), _PAPER)
+    sheet = pillow.new(
+        "RGB", (sheet_width, top + grid_height + len(caption) * (_CAPTION + 3) + _MARGIN), _PAPER
+    )
     draw = drawing.Draw(sheet)
     draw.text((_MARGIN, _MARGIN - 4), title, font=title_font, fill=_INK)
     for position, index in enumerate(shown):
@@ -138,7 +146,9 @@ def _evenly_spaced(count: int, limit: int) -> list[int]:
 
 
 def _columns(count: int, height: int, width: int) -> int:
-    """How many columns make the sheet closest to 3:2, fewer empty cells deciding between near ones."""
+    """One row for up to four frames, else what makes the sheet closest to 3:2 without many empty cells."""
+    if count <= 4:
+        return count
 
     def badness(columns: int) -> float:
         rows = math.ceil(count / columns)

@@ -90,7 +90,9 @@ def resolve_device(name: str) -> torch.device:
                 "Write device: auto or cpu, or install a CUDA build of PyTorch."
             )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device: 'mps' was asked for, and PyTorch sees no Apple GPU here. Write device: auto or cpu.")
+        raise ConfigError(
+            "device: 'mps' was asked for, and PyTorch sees no Apple GPU here. Write device: auto or cpu."
+        )
     return device
 
 
@@ -137,7 +139,9 @@ def _control_group_rest() -> int:
     return max(0, limit - used)
 
 
-def check_memory(needed_bytes: int, device: torch.device, *, what: str = "The model", advice: str = "") -> None:
+def check_memory(
+    needed_bytes: int, device: torch.device, *, what: str = "The model", advice: str = ""
+) -> None:
     """Compare a need with what is free, before anything is allocated.
 
     Args:

@@ -76,7 +76,9 @@ def load_prompt(path: str, source: WanSource, *, with_negative: bool) -> tuple[P
     """
     wanted = (1, TEXT_TOKENS, source.transformer.text_dim)
     expected = f"prompt_embeds (and optionally negative_prompt_embeds) of shape {list(wanted)}"
-    tensors = _read_tensors(path, "generation.prompt_embeds", {"prompt_embeds"}, {"negative_prompt_embeds"}, expected)
+    tensors = _read_tensors(
+        path, "generation.prompt_embeds", {"prompt_embeds"}, {"negative_prompt_embeds"}, expected
+    )
     padded = {key: _pad_rows(path, key, tensor, wanted) for key, tensor in tensors.items()}
     negative = padded.get("negative_prompt_embeds", torch.zeros(wanted)) if with_negative else None
     return PromptEmbeddings(padded["prompt_embeds"], negative), "negative_prompt_embeds" in padded
@@ -84,7 +86,12 @@ def load_prompt(path: str, source: WanSource, *, with_negative: bool) -> tuple[P
 
 def _pad_rows(path: str, key: str, tensor: torch.Tensor, wanted: tuple[int, int, int]) -> torch.Tensor:
     rows = tensor[None] if tensor.dim() == 2 else tensor
-    if rows.dim() != 3 or rows.shape[0] != 1 or not 0 < rows.shape[1] <= wanted[1] or rows.shape[2] != wanted[2]:
+    if (
+        rows.dim() != 3
+        or rows.shape[0] != 1
+        or not 0 < rows.shape[1] <= wanted[1]
+        or rows.shape[2] != wanted[2]
+    ):
         raise ConfigError(
             f"generation.prompt_embeds: {key} in {path} has shape {list(tensor.shape)}; expected {list(wanted)}, or "
             "fewer rows. Encode the prompt with the text encoder of this model."
@@ -125,7 +132,8 @@ def load_image(path: str, source: WanSource, geometry: VideoGeometry) -> ImageCo
         if tuple(tensor.shape) != (wanted := {**shapes, **optional}[key]):
             raise ConfigError(
                 f"generation.image: {key} in {path} has shape {list(tensor.shape)}; expected {list(wanted)} for "
-                f"{geometry.num_frames} frames of {geometry.height} x {geometry.width}. Encode the picture at that size."
+                f"{geometry.num_frames} frames of {geometry.height} x {geometry.width}. "
+                "Encode the picture at that size."
             )
     known = tensors.get("mask", mask)
     embeddings = tensors.get("image_embeds")
@@ -162,7 +170,9 @@ def known_frames_mask(source: WanSource, geometry: VideoGeometry) -> torch.Tenso
     known[0] = 1
     if source.has_last_frame:
         known[-1] = 1
-    per_channel = torch.cat([known[:1].expand(source.vae_temporal), known[1:]]).view(frames, source.vae_temporal).T
+    per_channel = (
+        torch.cat([known[:1].expand(source.vae_temporal), known[1:]]).view(frames, source.vae_temporal).T
+    )
     return per_channel[None, :, :, None, None].expand(1, -1, -1, height, width).contiguous()
 
 
@@ -176,7 +186,9 @@ def _read_tensors(
     try:
         tensors: dict[str, torch.Tensor] = safetensors.load_file(path)
     except Exception as error:  # the library's SafetensorError has no common base with OSError
-        raise ConfigError(f"{field}: {path} is not a readable .safetensors file ({error}). Expected {expected}.") from error
+        raise ConfigError(
+            f"{field}: {path} is not a readable .safetensors file ({error}). Expected {expected}."
+        ) from error
     if not required <= set(tensors) <= required | optional:
         raise ConfigError(f"{field}: {path} holds the keys {sorted(tensors)}; expected {expected}.")
     return tensors

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
 from omni_attn.config import PipelineConfig
-from omni_attn.models import artifacts
+from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
 from omni_attn.models.wan.conditions import Stream, seeded_generator
 from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.needs import check_fits
 from omni_attn.models.wan.pipeline import Wan22Pipeline
-from omni_attn.models.wan.pixels import decode_latents, load_vae
 from omni_attn.models.wan.requests import check_request, encodes_text, gather_image, gather_prompt
+from omni_attn.models.wan.results import write_results
 from omni_attn.models.wan.scheduler import load_scheduler
 from omni_attn.models.wan.seeded import materialise_seeded
-from omni_attn.models.wan.source import VideoGeometry, WanSource, load_source
-from omni_attn.report import attention_report
+from omni_attn.models.wan.source import WanSource, load_source
 from omni_attn.selector import use_attention_config
 
 _NAMES = ("transformer", "transformer_2")  # as a checkpoint's folders are called
@@ -39,7 +36,9 @@ def build_meta_model(config: PipelineConfig) -> nn.ModuleDict:
     """
     source = load_source(config.model)
     with torch.device("meta"):
-        return nn.ModuleDict({name: WanModel(expert) for name, expert in zip(_NAMES, source.experts, strict=False)})
+        return nn.ModuleDict(
+            {name: WanModel(expert) for name, expert in zip(_NAMES, source.experts, strict=False)}
+        )
 
 
 def attention_lengths(config: PipelineConfig) -> dict[str, tuple[int, int]]:
@@ -71,14 +70,14 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
     with use_attention_config(config.attention, device=device, dtype=dtype, lengths=lengths):
         model = build_meta_model(config)  # selects every role's backend, so that a refusal comes now
         check_fits(model, source, geometry, device, dtype, encodes_text=encodes_text(generation, source))
-        folder = artifacts.create_output_folder(config.output)
+        folder = create_output_folder(config.output)
         prompt, prompt_notes = gather_prompt(generation, source, device, dtype)
         condition, image_notes = gather_image(generation, source, geometry, device)
-        weight_notes = _load_weights(model, source, generation.seed, device, dtype)
+        experts, weight_notes = _load_weights(model, source, generation.seed, device, dtype)
     pipeline = Wan22Pipeline(
-        transformer=model["transformer"],
+        transformer=experts[0],
         scheduler=scheduler,
-        transformer_2=model["transformer_2"] if "transformer_2" in model else None,
+        transformer_2=experts[1] if len(experts) == 2 else None,
         boundary_ratio=source.boundary_ratio,
         expand_timesteps=source.expand_timesteps,
     )
@@ -95,64 +94,29 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         progress=progress,
     )
     notes = (*source.notes, *weight_notes, *prompt_notes, *image_notes)
-    files = _write(folder, latents, config, source, geometry, model, scheduler, notes)
+    if not latents.isfinite().all():
+        notes += (
+            f"the latents hold numbers that are not finite: {dtype} was too narrow, or a kernel is broken",
+        )
+    files = write_results(folder, latents, config, source, model, type(scheduler).__name__, notes)
     return RunResult(model, folder, files, notes, device, dtype)
 
 
 def _load_weights(
     model: nn.ModuleDict, source: WanSource, seed: int, device: torch.device, dtype: str
-) -> tuple[str, ...]:
-    """Give every transformer its weights, from the folder or seeded, and say which if they are not a checkpoint's."""
+) -> tuple[list[WanModel], tuple[str, ...]]:
+    """The transformers with weights from the folder or seeded, also put into `model`; and a note on seeded ones."""
+    experts = []
     for name, stream in zip(_NAMES[: len(source.experts)], _WEIGHT_STREAMS, strict=False):
         if source.folder is not None:
-            model[name] = WanModel.from_pretrained(source.folder / name, device=device, dtype=dtype)
+            expert = WanModel.from_pretrained(source.folder / name, device=device, dtype=dtype)
         else:
-            transformer = model[name]
-            assert isinstance(transformer, WanModel)
-            materialise_seeded(transformer, seeded_generator(seed, stream, device), dtype)
+            expert = cast(WanModel, model[name])
+            materialise_seeded(expert, seeded_generator(seed, stream, device), dtype)
+        model[name] = expert
+        experts.append(expert)
     if source.folder is not None:
-        return ()
-    return (f"weights: seeded (seed {seed}) and untrained, so the frames show colour fields and no subject",)
-
-
-def _write(
-    folder: Path,
-    latents: torch.Tensor,
-    config: PipelineConfig,
-    source: WanSource,
-    geometry: VideoGeometry,
-    model: nn.Module,
-    scheduler: Any,
-    notes: tuple[str, ...],
-) -> tuple[Path, ...]:
-    """Latents first, since they are what cannot be made again cheaply; then pictures."""
-    report = attention_report(model)
-    files = [
-        artifacts.save_latents(
-            folder / "latents.safetensors",
-            latents,
-            {
-                "model": config.model,
-                "seed": str(config.generation.seed),
-                "steps": str(config.generation.num_inference_steps),
-                "scheduler": type(scheduler).__name__,
-                "attention": json.dumps(report.to_dict()),
-            },
-        )
-    ]
-    if "vae" in source.parts and source.folder is not None:
-        video = decode_latents(load_vae(source.folder, latents.device), latents)
-        frames, unit = artifacts.video_to_frames(video), "frame"
-        files += artifacts.save_frames(folder, frames)
-    else:
-        frames, unit = artifacts.latents_to_frames(latents[0]), "latent frame"
-    files.append(
-        artifacts.save_contact_sheet(
-            folder / "contact_sheet.png",
-            frames,
-            title=source.name,
-            caption=_caption(config, geometry, scheduler, unit, report.rows, notes),
-            unit=unit,
-        )
+        return experts, ()
+    return experts, (
+        f"weights: seeded (seed {seed}) and untrained, so the frames show colour fields and no subject",
     )
-    return tuple(files)

@@ -60,7 +60,12 @@ class LoopInputs:
         batch_size = self.positive.shape[0]
         if self.known_tokens is None:
             return timestep.expand(batch_size)
-        return timestep.float().expand(self.known_tokens.shape).masked_fill(self.known_tokens, 0).expand(batch_size, -1)
+        return (
+            timestep.float()
+            .expand(self.known_tokens.shape)
+            .masked_fill(self.known_tokens, 0)
+            .expand(batch_size, -1)
+        )
 
 
 def build_loop_inputs(
@@ -102,16 +107,21 @@ def build_loop_inputs(
 
     positive = embeddings(prompt.positive)
     assert positive is not None
+    image_embeds = embeddings(_one_entry_per_video(config, condition))
     return LoopInputs(
         dtype=dtype,
         positive=positive,
         negative=embeddings(prompt.negative),
-        image_embeds=embeddings(None if condition is None else condition.image_embeds),
+        image_embeds=image_embeds,
         concatenated=concatenated,
         first_frame=first_frame,
         known_tokens=known_tokens,
         records=model.attention_records(grid),
-        lengths=config.attention_lengths(grid, text_tokens=positive.shape[1]),
+        lengths=config.attention_lengths(
+            grid,
+            text_tokens=positive.shape[1],
+            image_tokens=None if image_embeds is None else image_embeds.shape[1],
+        ),
     )
 
 
@@ -124,11 +134,18 @@ def _expand(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
     return tensor.expand(batch_size, *tensor.shape[1:])
 
 
+def _one_entry_per_video(config: WanConfig, condition: ImageCondition | None) -> torch.Tensor | None:
+    """Image tokens with those of two pictures joined: [2B, L, E] becomes [B, 2L, E]."""
+    if condition is None or condition.image_embeds is None or config.pos_embed_seq_len is None:
+        return None if condition is None else condition.image_embeds
+    return condition.image_embeds.reshape(-1, config.pos_embed_seq_len, condition.image_embeds.shape[-1])
+
+
 def _check_latents(config: WanConfig, latents: torch.Tensor) -> tuple[int, Grid]:
     if latents.dim() != 5 or latents.shape[1] != config.out_channels:
         raise MetadataError(
-            f"latents have shape {list(latents.shape)}; this transformer denoises [batch, {config.out_channels}, frames, "
-            "height, width]."
+            f"latents have shape {list(latents.shape)}; this transformer denoises [batch, {config.out_channels}, "
+            "frames, height, width]."
         )
     sizes = tuple(latents.shape[2:])
     if any(size % patch for size, patch in zip(sizes, config.patch_size, strict=True)):
@@ -146,8 +163,8 @@ def _check_condition(
     if condition is None:
         if extra or config.image_dim is not None:
             raise MetadataError(
-                f"This transformer reads {config.in_channels} channels, {extra} of them an image condition, and none was "
-                "given. Give an ImageCondition."
+                f"This transformer reads {config.in_channels} channels, {extra} of them an image condition, and none "
+                "was given. Give an ImageCondition."
             )
         return
     if not extra and not expand_timesteps:
@@ -166,6 +183,6 @@ def _check_condition(
     found = (channels, *condition.latents.shape[2:])
     if found != (wanted, frames, *latents.shape[3:]):
         raise MetadataError(
-            f"The image condition has {channels} channels (mask and latents) of {list(found[1:])}; this transformer and "
-            f"latents need {wanted} of {[frames, *latents.shape[3:]]}."
+            f"The image condition has {channels} channels (mask and latents) of {list(found[1:])}; this "
+            f"transformer and these latents need {wanted} of {[frames, *latents.shape[3:]]}."
         )

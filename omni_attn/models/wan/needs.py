@@ -21,7 +21,8 @@ def weight_bytes(model: nn.Module, dtype: str) -> int:
     """Exact size of all transformers' weights once loaded in this dtype; the model may be on the meta device."""
     itemsize = resolve_float(dtype).itemsize
     return sum(
-        parameter.numel() * (4 if keeps_float32(name) else itemsize) for name, parameter in model.named_parameters()
+        parameter.numel() * (4 if keeps_float32(name) else itemsize)
+        for name, parameter in model.named_parameters()
     )
 
 

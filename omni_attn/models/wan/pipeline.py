@@ -89,16 +89,21 @@ class Wan22Pipeline:
         on_host = timesteps.tolist()  # read once: comparing on the device would wait for it in every step
         sigmas = _sigmas(self.scheduler, len(on_host))
         step_options = _step_options(self.scheduler, generator)
+        records = inputs.records
         for index in progress(range(len(on_host)), len(on_host), "denoising"):
             is_low_noise = self._is_low_noise(on_host[index])
             model = self.transformer_2 if is_low_noise else self.transformer
             assert model is not None
-            records = {
+            records = {  # each from the one before, so that what was prepared travels along
                 role: record.at_step(step=index, num_steps=len(on_host), sigma=sigmas[index])
-                for role, record in inputs.records.items()
+                for role, record in records.items()
             }
-            velocity = _guided_velocity(model, inputs, sample, timesteps[index], scales[is_low_noise], records)
-            sample = self.scheduler.step(velocity, timesteps[index], sample, return_dict=False, **step_options)[0]
+            velocity = _guided_velocity(
+                model, inputs, sample, timesteps[index], scales[is_low_noise], records
+            )
+            sample = self.scheduler.step(
+                velocity, timesteps[index], sample, return_dict=False, **step_options
+            )[0]
         return inputs.blend(sample)
 
     def _scales(
@@ -110,7 +115,10 @@ class Wan22Pipeline:
                 f"guidance_scale_2 is {guidance_scale_2}, and this pipeline has one transformer: it is the scale of a "
                 "second expert. Leave it out."
             )
-        scales = {False: guidance_scale, True: guidance_scale if guidance_scale_2 is None else guidance_scale_2}
+        scales = {
+            False: guidance_scale,
+            True: guidance_scale if guidance_scale_2 is None else guidance_scale_2,
+        }
         if prompt.negative is None and max(scales.values()) > 1:
             raise MetadataError(
                 f"The guidance scale is {max(scales.values())}, and guidance above 1 compares with a negative prompt: "
@@ -140,7 +148,10 @@ def _guided_velocity(
     hidden_states, times = inputs.model_input(sample), inputs.timesteps(timestep)
 
     def forward(prompt: torch.Tensor) -> torch.Tensor:
-        return model(hidden_states, times, prompt, inputs.image_embeds, attention_records=records).float()
+        output: torch.Tensor = model(
+            hidden_states, times, prompt, inputs.image_embeds, attention_records=records
+        )
+        return output.float()
 
     velocity = forward(inputs.positive)
     if scale <= 1:

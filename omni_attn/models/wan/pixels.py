@@ -51,7 +51,9 @@ def encode_picture(
     picture = _open_picture(path)
     first = _to_video(picture, geometry).to(device)
     if not source.expand_timesteps:  # unknown frames are grey before encoding
-        first = torch.cat([first, first.new_zeros(1, 3, geometry.num_frames - 1, geometry.height, geometry.width)], dim=2)
+        first = torch.cat(
+            [first, first.new_zeros(1, 3, geometry.num_frames - 1, geometry.height, geometry.width)], dim=2
+        )
     encoded = vae.encode(first).latent_dist.mode()
     mean, deviation = _statistics(vae, encoded)
     image_embeds = None
@@ -99,7 +101,9 @@ def _encode_clip(picture: Any, source: WanSource, folder: Path, device: torch.de
                 "cannot be encoded. Add it, or give a .safetensors file with condition_latents and image_embeds."
             )
     transformers = import_extra("transformers", "Encoding a picture")
-    processor = transformers.CLIPImageProcessor.from_pretrained(str(folder / "image_processor"), local_files_only=True)
+    processor = transformers.CLIPImageProcessor.from_pretrained(
+        str(folder / "image_processor"), local_files_only=True
+    )
     encoder = transformers.CLIPVisionModel.from_pretrained(
         str(folder / "image_encoder"), dtype=torch.float32, local_files_only=True
     )

@@ -66,8 +66,8 @@ def _text_problems(generation: GenerationConfig, source: WanSource) -> list[str]
             continue
         what = "is a preset, and presets have" if source.folder is None else "has"
         problems.append(
-            f"generation.{field}: {source.name} {what} no text encoder (text_encoder/ and tokenizer/), so text cannot be "
-            f"read. Give generation.prompt_embeds, a .safetensors file with prompt_embeds [1, 512, "
+            f"generation.{field}: {source.name} {what} no text encoder (text_encoder/ and tokenizer/), so text "
+            f"cannot be read. Give generation.prompt_embeds, a .safetensors file with prompt_embeds [1, 512, "
             f"{source.transformer.text_dim}] and optionally negative_prompt_embeds, or leave the text out."
         )
     if generation.negative_prompt is not None and not problems:
@@ -78,8 +78,8 @@ def _text_problems(generation: GenerationConfig, source: WanSource) -> list[str]
             )
         elif not _needs_negative(generation, source):
             problems.append(
-                f"generation.negative_prompt: nothing is compared with it at guidance_scale {generation.guidance_scale}. "
-                "Set guidance_scale above 1, or leave it out."
+                f"generation.negative_prompt: nothing is compared with it at guidance_scale "
+                f"{generation.guidance_scale}. Set guidance_scale above 1, or leave it out."
             )
     return problems
 
@@ -99,15 +99,16 @@ def _image_problems(generation: GenerationConfig, source: WanSource) -> list[str
         ]
     if _is_picture(image) and "vae" not in source.parts:
         return [
-            f"generation.image: {image!r} is a picture, and {source.name} has no vae/ to encode it. Give a .safetensors "
-            f"file with condition_latents, or {SEEDED!r}."
+            f"generation.image: {image!r} is a picture, and {source.name} has no vae/ to encode it. Give a "
+            f".safetensors file with condition_latents, or {SEEDED!r}."
         ]
     return []
 
 
 def _no_image_wanted(source: WanSource) -> str:
     return (
-        f"generation.image: {source.name} makes video from text alone. Leave it out, or choose an image-to-video model."
+        f"generation.image: {source.name} makes video from text alone. Leave it out, or choose an image-to-video "
+        "model."
     )
 
 
@@ -133,7 +134,9 @@ def gather_prompt(
         negative = (generation.negative_prompt or "") if with_negative else None
         text = generation.prompt or ""
         prompt = encode_prompts(source.folder, text, negative, device, resolve_float(dtype))
-        return prompt, () if generation.prompt is not None else ("prompt: none was given, the empty one was encoded",)
+        return prompt, () if generation.prompt is not None else (
+            "prompt: none was given, the empty one was encoded",
+        )
     notes = [f"prompt embeddings: seeded (seed {generation.seed}), in place of an encoded prompt"]
     if with_negative:
         notes.append("negative prompt: zeros")

@@ -27,17 +27,18 @@ def load_scheduler(source: WanSource) -> Any:
         )
     folder = source.folder / "scheduler"
     class_name = read_json(folder, "scheduler_config.json").get("_class_name")
-    scheduler_class = getattr(diffusers, str(class_name), None)
-    if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):
+    found: Any = getattr(diffusers, str(class_name), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
         raise ConfigError(
             f"{folder / 'scheduler_config.json'}: _class_name is {class_name!r}, and diffusers "
             f"{diffusers.__version__} has no such scheduler. Update diffusers, or save the pipeline with another one."
         )
-    scheduler: Any = scheduler_class.from_pretrained(str(folder), local_files_only=True)
+    loader: Any = found
+    scheduler: Any = loader.from_pretrained(str(folder), local_files_only=True)
     prediction = scheduler.config.get("prediction_type", "flow_prediction")
     if prediction != "flow_prediction":
         raise ConfigError(
-            f"{folder / 'scheduler_config.json'}: prediction_type is {prediction!r}, and a Wan transformer gives a flow "
-            "velocity. Set it to 'flow_prediction', with use_flow_sigmas, or use a flow-matching scheduler."
+            f"{folder / 'scheduler_config.json'}: prediction_type is {prediction!r}, and a Wan transformer gives a "
+            "flow velocity. Set it to 'flow_prediction', with use_flow_sigmas, or use a flow-matching scheduler."
         )
     return scheduler

@@ -72,7 +72,9 @@ class _Frame:
         directions[:, 0] = 1
         basis = torch.linalg.qr(directions.double()).Q.float()
         patch = basis[:, 2:]
-        mean = patch.unflatten(1, (config.in_channels, pixels))[:, : config.out_channels].sum(2) / math.sqrt(pixels)
+        mean = patch.unflatten(1, (config.in_channels, pixels))[:, : config.out_channels].sum(2) / math.sqrt(
+            pixels
+        )
         return cls(patch, mean, basis[:, 1])
 
 
@@ -103,7 +105,9 @@ def _fill(
         return weight.fill_(0.0 if kind == "bias" else 1.0)
     if ".blocks." in f".{name}" and (gain := _writing_gain(module, config)) is not None:
         rows = torch.empty(config.out_channels, weight.shape[1], device=weight.device)
-        rows.normal_(0, gain * math.sqrt(config.dim / config.out_channels / weight.shape[1]), generator=generator)
+        rows.normal_(
+            0, gain * math.sqrt(config.dim / config.out_channels / weight.shape[1]), generator=generator
+        )
         return weight.copy_(frame.mean.to(weight.device) @ rows)
     gain = _TIME if module.endswith(("time_embedder.linear_2", "time_proj")) else 1.0
     weight.normal_(0, gain / math.sqrt(weight[0].numel()), generator=generator)

@@ -90,7 +90,9 @@ class WanSource:
             ConfigError: a size is not a multiple of what VAE and patches need; all of them at once.
         """
         patch_frames, patch_height, patch_width = self.transformer.patch_size
-        frame_step = self.vae_temporal * patch_frames  # (frames - 1) / vae_temporal + 1 latent frames, in whole patches
+        frame_step = (
+            self.vae_temporal * patch_frames
+        )  # (frames - 1) / vae_temporal + 1 latent frames, in whole patches
         frame_offset = (1 - self.vae_temporal * (patch_frames - 1)) % frame_step
         problems = [
             _size_problem(self.name, "height", generation.height, self.vae_spatial * patch_height, 0),
@@ -145,8 +147,8 @@ def _load_folder(folder: Path) -> WanSource:
     class_name = index.get("_class_name")
     if class_name in _DMD_CLASSES:
         raise ConfigError(
-            f"{folder}: a {class_name} checkpoint (FastWan) needs video sparse attention with its own few-step sampler, "
-            "not in this version. Use a WanPipeline checkpoint."
+            f"{folder}: a {class_name} checkpoint (FastWan) needs video sparse attention with its own few-step "
+            "sampler, not in this version. Use a WanPipeline checkpoint."
         )
     if class_name not in PIPELINE_CLASSES:
         raise ConfigError(
@@ -155,13 +157,17 @@ def _load_folder(folder: Path) -> WanSource:
         )
     names = ["transformer"] + (["transformer_2"] if _is_listed(index, "transformer_2") else [])
     experts = tuple(
-        WanConfig.from_dict(_read_json(folder / name / "config.json"), source=str(folder / name / "config.json"))
+        WanConfig.from_dict(
+            _read_json(folder / name / "config.json"), source=str(folder / name / "config.json")
+        )
         for name in names
     )
     _read_json(folder / "scheduler" / "scheduler_config.json")
     boundary_ratio = index.get("boundary_ratio")
     _check_experts(folder, experts, boundary_ratio)
-    parts = frozenset(part for part in _OPTIONAL_PARTS if _is_listed(index, part) and (folder / part).is_dir())
+    parts = frozenset(
+        part for part in _OPTIONAL_PARTS if _is_listed(index, part) and (folder / part).is_dir()
+    )
     vae_spatial, vae_temporal, notes = _vae_factors(folder, parts, experts[0])
     return WanSource(
         name=str(folder),
@@ -189,17 +195,21 @@ def _check_experts(folder: Path, experts: tuple[WanConfig, ...], boundary_ratio:
     ):
         raise ConfigError(
             f"{folder}: transformer reads {experts[0].in_channels} channels and gives {experts[0].out_channels}, "
-            f"transformer_2 {experts[1].in_channels} and {experts[1].out_channels}. Experts of one pipeline share both; "
-            "take the two folders from the same checkpoint."
+            f"transformer_2 {experts[1].in_channels} and {experts[1].out_channels}. Experts of one pipeline share "
+            "both; take the two folders from the same checkpoint."
         )
 
 
-def _vae_factors(folder: Path, parts: frozenset[str], transformer: WanConfig) -> tuple[int, int, tuple[str, ...]]:
+def _vae_factors(
+    folder: Path, parts: frozenset[str], transformer: WanConfig
+) -> tuple[int, int, tuple[str, ...]]:
     """Pixels and frames per latent pixel and frame, from vae/config.json or else from the latent channels."""
     if "vae" in parts:
         config = _read_json(folder / "vae" / "config.json")
         return int(config.get("scale_factor_spatial", 8)), int(config.get("scale_factor_temporal", 4)), ()
-    spatial = 16 if transformer.out_channels == 48 else 8  # the two Wan VAEs: 48 channels at 1/16, 16 channels at 1/8
+    spatial = (
+        16 if transformer.out_channels == 48 else 8
+    )  # the two Wan VAEs: 48 channels at 1/16, 16 channels at 1/8
     note = (
         f"{folder} has no vae/: sizes are computed for a VAE with {spatial} pixels and 4 frames per latent "
         f"({transformer.out_channels} latent channels), and no pixels can be decoded"

@@ -1,0 +1,194 @@
+"""Host time that the layer adds to the bare kernel call, beside diffusers' dispatcher, in one run.
+
+    python -m benchmarks.dispatch_overhead [--json FILE]
+
+Tiny tensors, so that the host is what is measured. "Bare" calls the kernel on the same [B, S, H, D] tensors, with the
+views that its own layout needs. Rounds of all candidates alternate; the median of the rounds counts, and the target
+is a third of what diffusers adds for the same kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.machine import machine_line
+from omni_attn import Attention, AttentionConfig, AttentionMetadata, prepare_attention, use_attention_config
+from omni_attn.errors import OmniAttnError
+
+CALLS_PER_ROUND = 300
+ROUNDS = 101
+SHAPE = (1, 64, 2, 64)  # B, S, H, D
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds per call of one kernel; diffusers None where it has no such kernel here."""
+
+    kernel: str
+    bare_us: float
+    layer_us: float
+    diffusers_us: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """What the layer adds over what diffusers adds."""
+        return (
+            None
+            if self.diffusers_us is None
+            else (self.layer_us - self.bare_us) / (self.diffusers_us - self.bare_us)
+        )
+
+
+def main() -> None:
+    """Measures every backend that runs here, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    query, key, value = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
+    print(machine_line(device))
+    rows = []
+    with torch.inference_mode():
+        for kernel, variant, bare, peer in candidates(query, key, value):
+            with suppress(OmniAttnError):
+                rows.append(measure(kernel, variant, bare, peer, query, key, value))
+    for row in rows:
+        peer_text = "no such kernel in diffusers here"
+        if row.diffusers_us is not None:
+            added = row.diffusers_us - row.bare_us
+            peer_text = f"diffusers adds {added:6.2f}, ratio {row.ratio:.2f} (target 0.33)"
+        print(
+            f"{row.kernel:18} bare {row.bare_us:7.2f} us, layer adds {row.layer_us - row.bare_us:6.2f}, {peer_text}"
+        )
+    if arguments.json:
+        report = {
+            "machine": machine_line(device),
+            "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+        }
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+def candidates(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[tuple[str, str | None, Call, Call | None]]:
+    """(backend, variant, bare call, diffusers call) of every kernel that could run on the tensors' device."""
+
+    def sdpa() -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        ).transpose(1, 2)
+
+    found: list[tuple[str, str | None, Call, Call | None]] = [
+        ("TORCH_SDPA", None, sdpa, diffusers_call("native", query, key, value))
+    ]
+    if query.is_cuda:
+        operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+        def cudnn() -> torch.Tensor:
+            views = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            output: torch.Tensor = operator(*views, None, False)[0]
+            return output.transpose(1, 2)
+
+        found.append(("CUDNN_ATTN", None, cudnn, diffusers_call("_native_cudnn", query, key, value)))
+        with suppress(ImportError):
+            from flash_attn_interface import flash_attn_func as fa3
+
+            found.append(
+                (
+                    "FLASH_ATTN",
+                    "fa3",
+                    lambda: fa3(query, key, value),
+                    diffusers_call("_flash_3", query, key, value),
+                )
+            )
+        with suppress(ImportError):
+            from flash_attn import flash_attn_func as fa2
+
+            found.append(
+                (
+                    "FLASH_ATTN",
+                    "fa2",
+                    lambda: fa2(query, key, value),
+                    diffusers_call("flash", query, key, value),
+                )
+            )
+    return found
+
+
+def diffusers_call(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call | None:
+    """diffusers' dispatcher pinned to one of its backends; None where that cannot run."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
+    backend = AttentionBackendName(name)
+
+    def call() -> torch.Tensor:
+        output: torch.Tensor = dispatch_attention_fn(query, key, value, backend=backend)
+        return output
+
+    try:
+        call()
+    except Exception as error:
+        print(f"diffusers {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        return None
+    return call
+
+
+def measure(
+    kernel: str,
+    variant: str | None,
+    bare: Call,
+    peer: Call | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> Row:
+    """Alternating rounds of the bare call, a prepared layer, and diffusers."""
+    spec = {"backend": kernel} | ({"variant": variant} if variant else {})
+    with use_attention_config(
+        AttentionConfig.model_validate({"default": spec}), device=query.device, dtype=query.dtype
+    ):
+        layer = Attention(SHAPE[2], SHAPE[3], role="self", mask_usage="never")
+    record = AttentionMetadata()
+    prepare_attention(layer, {"self": record}, {"self": (SHAPE[1], SHAPE[1])})
+    calls: dict[str, Call] = {"bare": bare, "layer": lambda: layer(query, key, value, record)}
+    if peer is not None:
+        calls["diffusers"] = peer
+    torch.testing.assert_close(calls["layer"](), bare(), rtol=2e-2, atol=2e-2)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(host_microseconds(call))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    label = f"{kernel} {variant or ''}".strip()
+    return Row(label, median["bare"], median["layer"], median.get("diffusers"))
+
+
+def host_microseconds(call: Call) -> float:
+    """Mean host time of one call; the device's queue is empty before, and drained after, outside the clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS_PER_ROUND):
+        call()
+    elapsed = time.perf_counter() - start
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return elapsed / CALLS_PER_ROUND * 1e6
+
+
+if __name__ == "__main__":
+    main()

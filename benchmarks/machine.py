@@ -1,0 +1,34 @@
+"""The line that says where a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+PEERS = ("diffusers", "fa3-fwd", "tokenspeed-fa3", "flash-attn", "triton")
+
+
+def machine_line(device: str) -> str:
+    """Device, software versions and date, for instance to head a table."""
+    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
+    found = [f"torch {torch.__version__}"]
+    if device == "cuda":
+        found.append(f"cuDNN {torch.backends.cudnn.version()}")
+    for package in PEERS:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return f"{name}, Python {platform.python_version()}, {', '.join(found)}, {datetime.date.today()}"
+
+
+def processor_name() -> str:
+    """The CPU's model name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

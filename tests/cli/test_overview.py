@@ -1,0 +1,102 @@
+"""`backends`, `doctor` and `schema`: the matrix from the facts, the health of this machine, the JSON Schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from omni_attn.backends.registry import DiffusionAttentionBackendEnum
+from omni_attn.config import PipelineConfig
+from omni_attn.diagnosis import diagnose
+from omni_attn.platforms import current_omni_platform
+from omni_attn.testing import fake_device
+from tests.cli.conftest import ROOT, Cli
+from tools import docs
+
+BUILT_IN = [member.name for member in DiffusionAttentionBackendEnum]
+
+
+def test_matrix_has_a_row_per_variant(cli: Cli) -> None:
+    table = cli("backends").stdout
+    for name in BUILT_IN:
+        assert name in table
+    assert sum("FLASH_ATTN" in line and "fa3" in line for line in table.splitlines()) == 2
+
+
+def test_matrix_as_json(cli: Cli) -> None:
+    data = json.loads(cli("backends", "--json").stdout)
+    facts = {entry["backend"]: entry for entry in data}
+    assert list(facts) == BUILT_IN
+    assert facts["CUDNN_ATTN"]["head_sizes"] == {"allowed": None, "multiple_of": 8, "maximum": 256}
+    assert [variant["name"] for variant in facts["FLASH_ATTN"]["variants"]] == ["fa3", "fa2"]
+
+
+def test_doctor_on_this_machine(cli: Cli) -> None:
+    result = cli("doctor", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["versions"]["torch"].startswith("2.")
+    health = {entry["backend"]: entry for entry in data["backends"]}
+    assert health["TORCH_SDPA"] == {
+        "backend": "TORCH_SDPA",
+        "usable": True,
+        "variants": [],
+        "reasons": [],
+        "install": [],
+    }
+    for entry in health.values():
+        assert entry["usable"] == (not entry["reasons"])
+    table = cli("doctor").stdout
+    for entry in health.values():
+        assert all(reason in table for reason in entry["reasons"])
+
+
+def test_doctor_says_what_to_install() -> None:
+    bare = {
+        health.backend: health for health in diagnose(current_omni_platform(fake_device("sm_90"))).backends
+    }
+    flash = bare["FLASH_ATTN"]
+    assert not flash.usable
+    assert 'pip install "omni-attn[fa3]"' in flash.install
+    assert bare["CUDNN_ATTN"].install == ()  # cuDNN comes with torch: no command brings it alone
+    cpu = {health.backend: health for health in diagnose(current_omni_platform(fake_device("cpu"))).backends}
+    assert cpu["FLASH_ATTN"].install == ()  # nothing to install makes a CPU a GPU
+
+
+def test_doctor_finds_a_package_that_is_listed_but_does_not_import() -> None:
+    device = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"})
+    health = {entry.backend: entry for entry in diagnose(current_omni_platform(device)).backends}[
+        "FLASH_ATTN"
+    ]
+    assert not health.usable
+    assert "fa3_fwd_interface" in health.reasons[0]
+
+
+def test_schema_is_that_of_the_pipeline(cli: Cli) -> None:
+    result = cli("schema")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == PipelineConfig.model_json_schema()
+
+
+def test_generated_docs_are_fresh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["docs", "--check"])
+    assert docs.main() == 0, capsys.readouterr().err
+
+
+def test_stale_docs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {tmp_path / path.relative_to(ROOT): text for path, text in docs.pages().items()}
+    monkeypatch.setattr(docs, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(docs, "pages", lambda: pages)
+    monkeypatch.setattr("sys.argv", ["docs"])
+    assert docs.main() == 0
+    next(iter(pages)).write_text("old", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["docs", "--check"])
+    capsys.readouterr()
+    assert docs.main() == 1
+    assert capsys.readouterr().err == "docs/backends.md is stale: run `make docs`\n"

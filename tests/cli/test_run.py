@@ -1,0 +1,58 @@
+"""`omni-attn run`: from a pipeline file to latents, a picture and the table of what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import EXAMPLES, Cli
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[str, ...]:
+    """Overrides that make an example run in a second."""
+    values = ("height=32", "width=32", "num_frames=5", "num_inference_steps=2")
+    return tuple(word for value in values for word in ("--set", f"generation.{value}"))
+
+
+def test_the_tiny_example(cli: Cli, small: tuple[str, ...], tmp_path: Path) -> None:
+    result = cli("run", EXAMPLES / "wan_tiny.yaml", *small, "--set", "device=cpu")
+    assert result.exit_code == 0, result.stderr
+    table = {line.split()[0]: line for line in result.stdout.splitlines() if "platform default" in line}
+    assert list(table) == ["self", "cross"]
+    assert all("TORCH_SDPA" in line for line in table.values())
+    folder = tmp_path / "outputs" / "wan_tiny"
+    assert "outputs/wan_tiny" in result.stdout
+    written = {path.suffix for path in folder.iterdir()}
+    assert {".safetensors", ".png"} <= written
+    assert all(path.name in result.stdout for path in folder.iterdir())
+    assert "denoising" in result.stderr
+    assert "note: " in result.stdout  # the weights are seeded
+
+
+def test_a_fallback_shows_its_reason(cli: Cli, small: tuple[str, ...]) -> None:
+    result = cli("run", EXAMPLES / "two_roles.yaml", *small, "--set", "device=cpu")
+    assert result.exit_code == 0, result.stderr
+    (row,) = (line for line in result.stdout.splitlines() if "per_role['self']" in line)
+    assert "TORCH_SDPA" in row
+    assert "FLASH_ATTN: needs a cuda device" in row
+
+
+def test_refused_roles_come_before_anything_is_built(cli: Cli, pipeline: Write, tmp_path: Path) -> None:
+    file = pipeline("{per_role: {self: FLASH_ATTN, cross: CUDNN_ATTN}}")
+    result = cli("run", file, "--set", "device=cpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert 'role "self": FLASH_ATTN' in result.stderr
+    assert 'role "cross": CUDNN_ATTN' in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_role_without_a_layer_is_a_warning(cli: Cli, pipeline: Write) -> None:
+    result = cli("run", pipeline("{per_role: {corss: TORCH_SDPA}}"), "--set", "device=cpu")
+    assert result.exit_code == 0, result.stderr
+    assert "warning: attention.per_role.corss: " in result.stderr
+    assert "Did you mean 'cross'?" in result.stderr

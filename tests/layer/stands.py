@@ -1,0 +1,187 @@
+"""Every registered backend, ready to run on the CPU: a machine that accepts it, stand-in kernels behind it.
+
+A backend that arrives later is found here by its registered name and meets every recipe that uses `every_stand`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+
+from omni_attn.backends import registry
+from omni_attn.backends.abstract import AttentionBackend, AttentionImpl
+from omni_attn.backends.metadata import AttentionMetadata
+from omni_attn.config import AttentionConfig, AttentionSpec
+from omni_attn.errors import BackendRejectedError, MetadataError
+from omni_attn.facts import AttentionRequest, KernelFacts
+from omni_attn.layer import Attention
+from omni_attn.platforms import OmniPlatform, current_omni_platform
+from omni_attn.platforms.assumed import ASSUMED_NAMES
+from omni_attn.routes import build_product
+from omni_attn.selector import use_attention_config
+from omni_attn.testing import fake_device, fake_kernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+CUDNN = 91900
+
+
+@dataclass(frozen=True)
+class Stand:
+    """One backend, or one variant of it."""
+
+    name: str
+    variant: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.variant is None else f"{self.name}-{self.variant}"
+
+    @property
+    def backend(self) -> type[AttentionBackend]:
+        return load(self.name)
+
+    @property
+    def facts(self) -> KernelFacts:
+        facts = self.backend.facts
+        return next((v.facts for v in facts.variants if v.name == self.variant), facts)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(backend=self.name, variant=self.variant)
+
+    @property
+    def config(self) -> AttentionConfig:
+        return AttentionConfig(default=self.spec)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The most exact dtype in which a layer of this backend can be built."""
+        exact_first = (torch.float32, torch.float16, torch.bfloat16)
+        return next(d for d in exact_first if str(d).removeprefix("torch.") in self.facts.dtypes)
+
+    @cached_property
+    def platform(self) -> OmniPlatform:
+        """The first assumed machine, CPU first, on which this backend runs a plain layer."""
+        packages = {p.distribution: p.minimum or "1.0" for p in self.facts.packages}
+        request = AttentionRequest(role="self", num_heads=4, head_size=64)
+        for name in ("cpu", *ASSUMED_NAMES):
+            device = fake_device(name, packages=packages, cudnn=CUDNN)
+            if not self.backend.validate_configuration(request, device, self.spec):
+                return current_omni_platform(device)
+        raise AssertionError(f"no assumed machine runs {self}")
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels(self.name, self.variant)
+
+    def layer(self, num_heads: int, head_size: int, *, role: str = "self", **needs: Any) -> Attention:
+        """A layer that chose this backend by name. Call it with the kernels in place."""
+        with use_attention_config(self.config, platform=self.platform):
+            return Attention(num_heads, head_size, role=role, **needs)
+
+    def impl(self, num_heads: int, head_size: int, **geometry: Any) -> tuple[AttentionImpl, Any]:
+        """The impl in itself, with its builder: no layer, and so no rule on dtypes."""
+        arguments: dict[str, Any] = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_heads,
+            "head_size": head_size,
+            "softmax_scale": head_size**-0.5,
+            "spec": self.spec,
+            "variant": self.variant,
+            **geometry,
+        }
+        impl_cls = self.backend.get_impl_cls()
+        builder_cls = impl_cls.builder_cls or self.backend.get_builder_cls()
+        return impl_cls(**arguments), builder_cls(**arguments)
+
+    def run_impl(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        record: AttentionMetadata | None = None,
+        **geometry: Any,
+    ) -> torch.Tensor:
+        """What impl and builder make of one call."""
+        impl, builder = self.impl(query.shape[2], query.shape[3], num_kv_heads=key.shape[2], **geometry)
+        product = build_product(builder, record or AttentionMetadata(), (query.shape[1], key.shape[1]))
+        return impl.forward(query, key, value, product)
+
+    def run_layer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        record: AttentionMetadata | None = None,
+        **needs: Any,
+    ) -> torch.Tensor:
+        """What a layer makes of one call in a dtype that the backend takes."""
+        layer = self.layer(query.shape[2], query.shape[3], num_kv_heads=key.shape[2], **needs)
+        return layer(*(x.to(self.dtype) for x in (query, key, value)), record)
+
+    def both(self, *call: Any, needs: Mapping[str, Any] | None = None, **geometry: Any) -> list[torch.Tensor]:
+        """The same call through the impl in float32 and through a layer; `needs` are the layer's alone."""
+        return [self.run_impl(*call, **geometry), self.run_layer(*call, **geometry, **(needs or {}))]
+
+
+def load(name: str) -> type[AttentionBackend]:
+    return registry.load_backend(registry.runtime_path(name) or registry.default_path(name), name)
+
+
+def _stands() -> list[Stand]:
+    found = []
+    for name in registry.registered_names():
+        variants = [v.name for v in load(name).facts.variants]
+        found += [Stand(name, variant) for variant in variants or [None]]
+    return found
+
+
+STANDS = _stands()
+every_stand = pytest.mark.parametrize("stand", STANDS, ids=str)
+
+
+def tensors(
+    batch: int,
+    queries: int,
+    keys: int,
+    *,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    size: int = 8,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random float32 query, key and value; bfloat16 and float16 hold the same values, so one reference serves all."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = (heads, kv_heads or heads, kv_heads or heads)
+    query, key, value = (
+        torch.randn(batch, length, count, size, generator=generator).bfloat16().float()
+        for length, count in zip((queries, keys, keys), counts, strict=True)
+    )
+    return query, key, value
+
+
+def assert_close(output: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    """Maximum absolute error against a float64 result; NaN never passes."""
+    assert output.shape == expected.shape
+    limit = TOLERANCE[output.dtype] if tolerance is None else tolerance
+    error = (output.double() - expected.double()).abs().max().item() if output.numel() else 0.0
+    assert error <= limit, f"error {error:.2e}, allowed {limit:.0e}"
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """The text of the refusal that a call must end in."""
+    with pytest.raises((MetadataError, BackendRejectedError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def outcome_of(call: Callable[[], torch.Tensor]) -> torch.Tensor | str:
+    """What a call gives: its output, or the text of a refusal of ours."""
+    try:
+        return call()
+    except (MetadataError, BackendRejectedError) as error:
+        return str(error)

@@ -1,0 +1,88 @@
+"""Files that a run leaves: what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from omni_attn.errors import ConfigError
+from omni_attn.models.artifacts import (
+    create_output_folder,
+    latents_to_frames,
+    save_contact_sheet,
+    save_frames,
+    save_latents,
+    video_to_frames,
+)
+
+
+def test_latents_and_their_metadata(tmp_path: Path) -> None:
+    latents = torch.randn(1, 4, 2, 3, 5, dtype=torch.bfloat16).transpose(3, 4)
+    with safe_open(save_latents(tmp_path / "x.safetensors", latents, {"seed": "3"}), "pt") as file:
+        assert file.metadata() == {"seed": "3"}
+        assert list(file.keys()) == ["latents"]
+        assert torch.equal(file.get_tensor("latents"), latents.float())
+
+
+def test_the_strongest_component_is_brightness() -> None:
+    ramp = torch.linspace(-1, 1, 20).expand(6, 20)
+    latents = torch.randn(16, 1, 1, 1) * ramp + 0.01 * torch.randn(16, 3, 6, 20)
+    frames = latents_to_frames(latents)
+    assert (frames.dtype, frames.shape) == (torch.uint8, (3, 6, 20, 3))
+    brightness = frames.float().mean(dim=(0, 1, 3))
+    assert torch.corrcoef(torch.stack([brightness, ramp[0]]))[0, 1].abs() > 0.98
+    assert brightness.max() - brightness.min() > 150
+
+
+def test_a_view_does_not_depend_on_offset_or_scale() -> None:
+    latents = torch.randn(16, 3, 8, 8)
+    offset = torch.randn(16, 1, 1, 1)
+    frames, moved = latents_to_frames(latents).int(), latents_to_frames(3 * latents + offset).int()
+    assert (frames - moved).abs().max() <= 1
+
+
+@pytest.mark.parametrize("channels", [1, 2, 48])
+def test_any_number_of_channels(channels: int) -> None:
+    assert latents_to_frames(torch.randn(channels, 2, 4, 4)).shape == (2, 4, 4, 3)
+
+
+def test_views_of_odd_latents() -> None:
+    assert latents_to_frames(torch.zeros(16, 2, 4, 4)).unique().numel() == 1
+    broken = torch.randn(16, 2, 4, 4)
+    broken[0, 0, 0, 0], broken[1, 0, 0, 0] = torch.nan, torch.inf
+    assert latents_to_frames(broken).unique().numel() > 10
+
+
+def test_video_frames_are_written_as_they_are(tmp_path: Path) -> None:
+    video = torch.linspace(-1.2, 1.2, 3 * 2 * 4 * 6).view(3, 2, 4, 6)
+    frames = video_to_frames(video)
+    assert (frames.min(), frames.max(), frames.shape) == (0, 255, (2, 4, 6, 3))
+    paths = save_frames(tmp_path, frames)
+    assert [path.name for path in paths] == ["frame_0000.png", "frame_0001.png"]
+    with Image.open(paths[1]) as picture:
+        assert picture.size == (6, 4)
+        assert picture.getpixel((5, 3)) == tuple(frames[1, 3, 5].tolist())
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 9, 21, 81])
+def test_a_sheet_shows_the_frames(tmp_path: Path, count: int) -> None:
+    frames = torch.randint(0, 256, (count, 6, 10, 3), dtype=torch.uint8)
+    path = save_contact_sheet(
+        tmp_path / "sheet.png", frames, title="t", caption=["a long line " * 8], unit="frame"
+    )
+    with Image.open(path) as sheet:
+        assert 80 < sheet.width <= 1300 and 60 < sheet.height < 1600
+        assert sheet.getpixel((0, 0)) == sheet.getpixel((sheet.width - 1, sheet.height - 1))  # margins
+        assert len(sheet.getcolors(2**24)) > 50
+
+
+def test_folders(tmp_path: Path) -> None:
+    folder = create_output_folder(str(tmp_path / "a" / "b"))
+    assert folder.is_dir() and create_output_folder(str(folder)) == folder
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output: .*file.* cannot be a folder here"):
+        create_output_folder(str(tmp_path / "file"))

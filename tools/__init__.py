@@ -1,0 +1,1 @@
+"""Helpers of this repository; not part of the installed package."""
