@@ -64,16 +64,19 @@ def check_prepared(role: str, made: Prepared, query: torch.Tensor, lengths: tupl
         raise MetadataError(f'role "{role}": attn_mask is on {made.mask_device}, query on {query.device}')
 
 
-def check_layer_inputs(route: Route, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Holds a layer's extra inputs against what the backend reads.
+def layer_inputs_of(
+    routes: tuple[Route, ...], active: int, inputs: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The inputs that the active route reads; another route of the layer may be the reader of the rest.
 
     Raises:
-        MetadataError: an input that nobody would read.
+        MetadataError: an input that no route of the layer would read.
     """
-    known = route.selection.backend_cls.facts.layer_inputs
-    unread = [name for name in inputs if name not in known]
+    reads = [route.selection.backend_cls.facts.layer_inputs for route in routes]
+    unread = [name for name in inputs if not any(name in names for names in reads)]
     if unread:
         raise MetadataError(
-            f'role "{route.selection.request.role}": {route.selection.label} reads no layer input '
+            f'role "{routes[0].selection.request.role}": {routes[0].selection.label} reads no layer input '
             f"{', '.join(unread)}; ask attention.reads(name) before making it"
         )
+    return {name: tensor for name, tensor in inputs.items() if name in reads[active]}

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling as _is_compiling
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import _has_any_global_hook
 
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
-from omni_attn.calls import check_layer_inputs, check_prepared, check_tensors
-from omni_attn.errors import MetadataError
+from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
+from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.routes import Route, build_prepared, build_routes, group_name
 from omni_attn.selector import CollectedLayer, Selection, current_scope
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from omni_attn.facts.request import MaskUsage, SequenceParallel
 
 __all__ = ["Attention", "prepare_attention"]
-
-
-# No record holds it, so that a layer's first call is checked in full.
-_NEVER_MADE = Prepared(None, (0, 0))
 
 
 class Attention(nn.Module):
@@ -120,22 +116,28 @@ class Attention(nn.Module):
     def _settle(self, collected: list[CollectedLayer] | None = None) -> None:
         """Chooses and constructs the impls, or leaves the request where it is asked for."""
         request = self.request
+        routes: tuple[Route, ...] = ()
+        if collected is not None:
+            collected.append(CollectedLayer(request, self.prefix))
+        elif self.custom_attention is None:
+            routes = build_routes(request, self._config, self._platform, self.impl_overrides)
+            # One object for layers of equal needs: compiled code then sees that equal layers are equal.
+            self.request = request = routes[0].selection.request
         self.role, self.role_category = request.role, request.role_category
+        self.group_id = (
+            group_name(routes) if routes else "custom_attention" if self.custom_attention else "not selected"
+        )
+        self._routes = routes
+        self._impls = tuple(route.impl for route in routes)
+        self._route = routes[0].selection.label if routes else self.group_id
         self._dtype: torch.dtype | None = (
             None if request.dtype is None else getattr(torch, request.dtype, None)
         )
-        self._last: tuple[Any, ...] = (_NEVER_MADE, torch.Size(), torch.Size(), self.forward, None)
-        self._plain: Prepared | None = None
-        self._routes: tuple[Route, ...] = ()
-        self.group_id = f"custom:{self.prefix}"
-        if collected is not None:
-            collected.append(CollectedLayer(request, self.prefix))
-            self.group_id = "collected"
-        elif self.custom_attention is None:
-            self._routes = build_routes(request, self._config, self._platform, self.impl_overrides)
-            self.group_id = group_name(self._routes)
-        self._impls = tuple(route.impl for route in self._routes)
-        self._route = self._routes[0].selection.label if self._routes else "custom_attention"
+        self._dtypes = (
+            tuple(getattr(torch, name) for name in sorted(routes[0].facts.dtypes)) if routes else ()
+        )
+        self._own_record = AttentionMetadata()  # of calls that state nothing
+        self._last: tuple[Any, ...] = (None,) * 7  # see __call__
 
     @property
     def selection(self) -> Selection | None:
@@ -162,10 +164,10 @@ class Attention(nn.Module):
         Raises:
             MetadataError: the record states something that this layer or its backends cannot express.
         """
-        made = record.memo.get(self.group_id)
+        made = record.prepared(self.group_id)
         if made is None or made.lengths != lengths:
             made = self._build(record, lengths)
-            record.memo[self.group_id] = made
+            record.keep(self.group_id, made)
         self._note_route(made)
 
     def __call__(
@@ -175,24 +177,22 @@ class Attention(nn.Module):
         value: torch.Tensor,
         metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """See forward. A call like the layer's last one goes straight to the kernel.
+        """See forward. A call like the layer's last one goes straight to its kernel.
 
-        What was checked then is looked at again only if the kernel fails. Hooks, compiled code and layer inputs take
-        nn.Module's way through forward.
+        Hooks, compiled code and layer inputs take nn.Module's way through forward.
         """
-        local_hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        if not (local_hooks or _global_forward_hooks or _global_forward_pre_hooks or _is_compiling()):
-            if metadata is None:
-                made = self._plain
-            else:
-                made = None if metadata.layer_inputs else metadata.memo.get(self.group_id)
-            last, query_shape, key_shape, run, product = self._last
-            if made is last and query.shape == query_shape and key.shape == key_shape:
-                try:
-                    return run(query, key, value, product)  # type: ignore[no-any-return]
-                except Exception:
-                    self._check_call(query, key, value)
-                    raise
+        if not _is_compiling():
+            record = self._own_record if metadata is None else metadata
+            memo, query_shape, key_shape, value_shape, dtype, run, product = self._last
+            if (
+                record.memo is memo
+                and query.shape == query_shape
+                and key.shape == key_shape
+                and value.shape == value_shape
+                and query.dtype is dtype
+                and not (record.layer_inputs or self._is_watched())
+            ):
+                return run(query, key, value, product)  # type: ignore[no-any-return]
         output: torch.Tensor = super().__call__(query, key, value, metadata)
         return output
 
@@ -223,17 +223,30 @@ class Attention(nn.Module):
         check_prepared(self.role, made, query, lengths)
         impl = self._impls[made.route]
         if metadata is not None and metadata.layer_inputs:
-            check_layer_inputs(self._routes[made.route], metadata.layer_inputs)
-            return impl.forward(query, key, value, made.product, **metadata.layer_inputs)
+            inputs = layer_inputs_of(self._routes, made.route, metadata.layer_inputs)
+            return impl.forward(query, key, value, made.product, **inputs)
         output = impl.forward(query, key, value, made.product)
         if not _is_compiling():
-            self._last = (made, query.shape, key.shape, impl.forward, made.product)
+            self._remember(metadata, (query.shape, key.shape, value.shape, query.dtype), made)
         return output
+
+    def _is_watched(self) -> bool:
+        """Whether a hook or layer.compile() wants to see calls pass through nn.Module's own __call__."""
+        hooks = (
+            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        )
+        return bool(hooks) or self._compiled_call_impl is not None or _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+    def _remember(self, metadata: AttentionMetadata | None, call: tuple[Any, ...], made: Prepared) -> None:
+        """Notes a call that was checked in full, for `__call__`; not one whose product changes with the step."""
+        record = self._own_record if metadata is None else metadata
+        if self.group_id in record.memo:
+            self._last = (record.memo, *call, self._impls[made.route].forward_for(made.product), made.product)
 
     def _build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
         if not self._routes:
             raise MetadataError(
-                f'role "{self.role}": this layer only stated its request or is custom; it prepares nothing'
+                f'role "{self.role}": nothing was selected for this layer, so nothing is prepared'
             )
         return build_prepared(self._routes, record, lengths)
 
@@ -243,45 +256,50 @@ class Attention(nn.Module):
         self._route = f"{label}: {own}" if own else label
         self.fallbacks_taken += made.route > 0
 
-    def _find_prepared(self, record: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
-        """What the record holds for this group, or builds it late; without a record the layer keeps it itself.
+    def _find_prepared(self, metadata: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
+        """What the record holds for this group, or builds it late.
 
         Compiled code only reads what was prepared; a call without a record is simple enough to build in a trace.
         """
-        if record is not None:
-            if self.group_id not in record.memo:
-                if _is_compiling():
-                    raise MetadataError(
-                        f'role "{self.role}": the record was not prepared before compiled code; call '
-                        "prepare_attention(model, {role: record}, lengths) outside of it"
-                    )
-                self.prepare(record, lengths)
-            return record.memo[self.group_id]
-        if _is_compiling():
-            return self._build(AttentionMetadata(), lengths)
-        if self._plain is None or self._plain.lengths != lengths:
-            self._plain = self._build(AttentionMetadata(), lengths)
-            self._note_route(self._plain)
-        return self._plain
+        if metadata is None:
+            if _is_compiling():
+                return self._build(AttentionMetadata(), lengths)
+            self.prepare(self._own_record, lengths)
+            metadata = self._own_record
+        made = metadata.prepared(self.group_id)
+        if made is None:
+            if _is_compiling():
+                raise MetadataError(
+                    f'role "{self.role}": the record was not prepared before compiled code; call '
+                    "prepare_attention(model, {role: record}, lengths) outside of it"
+                )
+            self.prepare(metadata, lengths)
+            made = metadata.prepared(self.group_id)
+            assert made is not None
+        return made
 
     def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+        if not self._routes:
+            raise MetadataError(f'role "{self.role}": this layer only stated its request, it cannot run')
         lengths = check_tensors(self.request, query, key, value)
-        if query.dtype is not self._dtype and not _is_compiling():
+        if _is_compiling():
+            if query.dtype not in self._dtypes:
+                raise MetadataError(f'role "{self.role}": {self._route} has no kernel for {query.dtype}')
+        elif query.dtype is not self._dtype:
             self._check_dtype(query.dtype)
         return lengths
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
-        """Judges a dtype that was unknown or different at construction; a platform default may move on to another."""
-        request = replace(self.request, dtype=str(dtype))
+        """Judges a dtype that was unknown at construction, or another; a default or a declared fallback may move on."""
+        known, self.request = self.request, replace(self.request, dtype=str(dtype))
         selection = self._routes[0].selection
-        reasons = selection.backend_cls.validate_configuration(request, self._platform.device, selection.spec)
-        if reasons and selection.spec is not None:
-            raise MetadataError(
-                f'role "{self.role}": {selection.label} cannot run this call: {"; ".join(reasons)}'
-            )
-        self.request = request
-        if reasons:
-            self._settle()
+        device, spec = self._platform.device, selection.spec
+        if selection.backend_cls.validate_configuration(self.request, device, spec):
+            try:
+                self._settle()
+            except BackendRejectedError as error:
+                self.request = known
+                raise MetadataError(f"{error} (found in a call)") from error
         self._dtype = dtype
 
     def extra_repr(self) -> str:

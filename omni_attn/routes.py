@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni_attn.backends.metadata import BINDING_FIELDS, AttentionMetadata, Prepared
 from omni_attn.config.names import canonical_name
 from omni_attn.errors import BackendImportError, MetadataError
-from omni_attn.facts import AttentionRequest
+from omni_attn.facts import AttentionRequest, KernelFacts
 from omni_attn.selector import Selection, later_fallbacks, log_selection, select
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ class Route:
     selection: Selection
     impl: AttentionImpl
     builder: AttentionMetadataBuilder
+
+    @property
+    def facts(self) -> KernelFacts:
+        """Limits of the variant that runs."""
+        facts = self.selection.backend_cls.facts
+        return next((v.facts for v in facts.variants if v.name == self.selection.variant), facts)
 
 
 def build_routes(
@@ -54,7 +60,7 @@ def build_routes(
         except BackendImportError as error:
             if selection.spec is not None and not behind:
                 raise BackendImportError(f'role "{request.role}": {error}') from error
-            broken[selection.backend] = str(error)
+            broken[selection.label] = str(error)
             continue
         log_selection(selection)
         return (first, *(route for later in behind if (route := _build_fallback(later, overrides))))
@@ -112,7 +118,7 @@ def group_name(routes: tuple[Route, ...]) -> str:
         cls = type(impl)
         parts.append(
             (
-                *(route.selection.class_path, route.selection.variant, cls.__module__, cls.__qualname__),
+                *(route.selection.class_path, route.selection.variant, cls.__qualname__, id(cls)),
                 *(
                     impl.num_heads,
                     impl.num_kv_heads,
@@ -167,15 +173,20 @@ def build_product(
         MetadataError: the record states what the builder does not read, or cannot express.
     """
     unread = record.stated & BINDING_FIELDS - builder.reads
+    if record.hides_nothing:
+        unread -= {"attn_mask"}
     if unread:
-        raise MetadataError(f"cannot honour {', '.join(sorted(unread))}; choose a backend that does")
+        raise MetadataError(
+            f"cannot honour {', '.join(sorted(unread))}; TORCH_SDPA does: choose it for this role, or add it as "
+            "fallback"
+        )
     return builder.build(record, lengths)
 
 
 def _build_product(route: Route, record: AttentionMetadata, lengths: tuple[int, int]) -> object:
     request, backend = route.selection.request, route.selection.label
     where = f'role "{request.role}": {backend}'
-    if record.attn_mask is not None and request.mask_usage == "never" and record.mask_mode != "none":
+    if request.mask_usage == "never" and not record.hides_nothing:
         raise MetadataError(f'{where}: the layer said mask_usage="never", and a record with attn_mask came')
     mask = record.attn_mask
     if mask is not None and mask.dim() == 4 and mask.shape[1] not in (1, request.num_heads):

@@ -8,10 +8,12 @@ AttentionImpl             one per layer: query, key, value, M -> output
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
+from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, choose_variant
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ class AttentionImpl(_LayerGeometry, ABC):
         BackendImportError: (constructor) the package is missing, broken, or lacks a needed symbol.
     """
 
+    #: Public name of the backend it belongs to, for error texts.
+    backend: ClassVar[str] = ""
     #: A builder that replaces the backend's own, where an impl changes the layout too.
     builder_cls: ClassVar[type[AttentionMetadataBuilder] | None] = None
 
@@ -102,12 +106,29 @@ class AttentionImpl(_LayerGeometry, ABC):
         The output has query's dtype and is contiguous; inputs may be strided and are not modified.
         """
 
+    def forward_for(self, metadata: Any) -> Callable[..., torch.Tensor]:
+        """What repeated calls with one M may run in place of `forward`: a shorter way to the same result."""
+        return self.forward
+
     def forward_with_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the log-sum-exp of the scaled scores [B, H, Sq] float32 (natural log, -inf without a key)."""
         raise TypeError(
             f"{type(self).__name__} gives no LSE: its facts say lse=False; choose a backend that has it"
+        )
+
+
+def check_metadata(impl: AttentionImpl, metadata: object, expected: type) -> None:
+    """Refuses what this impl's builder did not make; a record is prepared by the Attention layer.
+
+    Raises:
+        MetadataError: metadata is of another type; both are named.
+    """
+    if not isinstance(metadata, expected):
+        raise MetadataError(
+            f"{impl.backend or type(impl).__name__} needs the {expected.__name__} that its builder makes, found "
+            f"{type(metadata).__name__}: hand records to the Attention layer, which prepares them for its backend"
         )
 
 

@@ -6,49 +6,42 @@ host than the whole dispatch. The operator below is what that context would lead
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from omni_attn.backends.abstract import AttentionBackend
-from omni_attn.backends.masked import MaskedImpl, MaskedMetadata, MaskedMetadataBuilder
-from omni_attn.backends.metadata import AttentionMetadata
-from omni_attn.errors import BackendImportError, MetadataError
+from omni_attn.backends.masked import MaskedImpl, MaskedMetadataBuilder
+from omni_attn.errors import BackendImportError
 from omni_attn.facts import BackendFacts, CapabilityRange, CudnnFloor, HeadSizes
 from omni_attn.ops.masks import as_additive
 
-MIN_KEY_TOKENS = 2
 
+def cudnn_operator() -> Callable[..., Any]:
+    """torch's operator for cuDNN's fused attention.
 
-class CuDNNMetadataBuilder(MaskedMetadataBuilder):
-    """Masks as for SDPA, and the key length that cuDNN needs."""
-
-    def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> MaskedMetadata:
-        """See AttentionMetadataBuilder.build.
-
-        Raises:
-            MetadataError: also for a single key token.
-        """
-        if lengths[1] == 1:
-            raise MetadataError(
-                f"CUDNN_ATTN: the call has 1 key token, cuDNN needs at least {MIN_KEY_TOKENS}; choose TORCH_SDPA for "
-                "this role, or add it as fallback"
-            )
-        return super().build(record, lengths)
+    Raises:
+        BackendImportError: this torch has none.
+    """
+    packet = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
+    if packet is None:
+        raise BackendImportError(
+            f"CUDNN_ATTN: torch {torch.__version__} has no operator aten::_scaled_dot_product_cudnn_attention; "
+            "needs torch >= 2.5 (`pip install -U torch`)"
+        )
+    operator: Callable[..., Any] = packet.default
+    return operator
 
 
 class CuDNNAttentionImpl(MaskedImpl):
     """One layer on cuDNN."""
 
+    backend: ClassVar[str] = "CUDNN_ATTN"
+
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
-        packet = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
-        if packet is None:
-            raise BackendImportError(
-                f"CUDNN_ATTN: torch {torch.__version__} has no operator aten::_scaled_dot_product_cudnn_attention; "
-                "needs torch >= 2.5 (`pip install -U torch`)"
-            )
-        self._operator = getattr(packet, "default", packet)
+        self._operator = cudnn_operator()
 
     def attend(
         self,
@@ -87,9 +80,6 @@ class CuDNNAttentionImpl(MaskedImpl):
         with_lse: bool,
     ) -> Any:
         bias = None if mask is None else _finite_bias(mask, query.dtype)
-        if self.num_kv_heads != self.num_heads:
-            groups = self.num_heads // self.num_kv_heads
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         return self._operator(
             query, key, value, bias, with_lse, 0.0, is_causal, False, scale=self.softmax_scale
         )
@@ -124,7 +114,6 @@ class CuDNNAttentionBackend(AttentionBackend):
         lse=True,
         backward=True,
         compiled_backward=True,
-        min_key_tokens=MIN_KEY_TOKENS,
         compile_mode="traceable",
         cudagraph=True,
         error="2.3e-3",
@@ -143,6 +132,6 @@ class CuDNNAttentionBackend(AttentionBackend):
         return CuDNNAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type[CuDNNMetadataBuilder]:
-        """CuDNNMetadataBuilder."""
-        return CuDNNMetadataBuilder
+    def get_builder_cls() -> type[MaskedMetadataBuilder]:
+        """MaskedMetadataBuilder."""
+        return MaskedMetadataBuilder

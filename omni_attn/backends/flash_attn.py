@@ -14,13 +14,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from omni_attn.backends.abstract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    check_metadata,
+)
 from omni_attn.backends.flash_kernels import FLASH_FACTS, FLASH_VARIANTS, FlashKernel, import_flash_kernel
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, Packed, read_record
 from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts
 from omni_attn.ops.segments import Segment, attend_segments
+
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +38,14 @@ class FlashMetadata:
         segments: parts of the sequence known on the host.
         packed: boundaries on the device.
         key_index: int64 [B * K]; kept keys of all items first, in order. The packed boundaries end before the rest.
-        unused_rows: True for packed query tokens behind the last boundary, [1, T, 1, 1].
+        unused_rows, unused_keys: True for packed query / key tokens behind the last boundary, [1, T, 1, 1].
     """
 
     segments: tuple[Segment, ...] | None = None
     packed: Packed | None = None
     key_index: torch.Tensor | None = None
     unused_rows: torch.Tensor | None = None
+    unused_keys: torch.Tensor | None = None
 
 
 class FlashMetadataBuilder(AttentionMetadataBuilder):
@@ -55,9 +63,12 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         if stated.segments is not None:
             return FlashMetadata(segments=stated.segments)
         if stated.packed is not None:
-            token = torch.arange(lengths[0], device=stated.packed.cu_seqlens_q.device)
-            unused = (token >= stated.packed.cu_seqlens_q[-1])[None, :, None, None]
-            return FlashMetadata(packed=stated.packed, unused_rows=unused)
+            packed = stated.packed
+            return FlashMetadata(
+                packed=packed,
+                unused_rows=_behind_last(packed.cu_seqlens_q, lengths[0]),
+                unused_keys=_behind_last(packed.cu_seqlens_k, lengths[1]),
+            )
         if stated.mask is None:
             return FlashMetadata()
         if stated.mask_kind != "padding":
@@ -75,8 +86,18 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         return _pack_keys(stated.mask, lengths)
 
 
+def _behind_last(boundaries: torch.Tensor, length: int) -> torch.Tensor:
+    token = torch.arange(length, device=boundaries.device)
+    return (token >= boundaries[-1])[None, :, None, None]
+
+
 def _pack_keys(mask: torch.Tensor, lengths: tuple[int, int]) -> FlashMetadata:
     items, device = mask.shape[0], mask.device
+    if items * max(lengths) > INT32_MAX:
+        raise MetadataError(
+            f"FLASH_ATTN counts packed tokens in int32: {items} items of {max(lengths)} are {items * max(lengths)}, "
+            f"past {INT32_MAX}. Split the batch, or choose TORCH_SDPA or CUDNN_ATTN for this role"
+        )
     boundaries_q = torch.arange(items + 1, device=device, dtype=torch.int32) * lengths[0]
     boundaries_k = torch.zeros(items + 1, device=device, dtype=torch.int32)
     boundaries_k[1:] = mask.sum(-1).cumsum(0)
@@ -86,6 +107,8 @@ def _pack_keys(mask: torch.Tensor, lengths: tuple[int, int]) -> FlashMetadata:
 
 class FlashAttentionImpl(AttentionImpl):
     """One layer on a FlashAttention kernel."""
+
+    backend: ClassVar[str] = "FLASH_ATTN"
 
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
@@ -101,6 +124,7 @@ class FlashAttentionImpl(AttentionImpl):
         **layer_inputs: torch.Tensor,
     ) -> torch.Tensor:
         """See AttentionImpl.forward."""
+        check_metadata(self, metadata, FlashMetadata)
         if metadata.segments is not None:
             return attend_segments(self._dense, query, key, value, metadata.segments)
         if metadata.packed is not None:
@@ -111,6 +135,7 @@ class FlashAttentionImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionImpl.forward_with_lse."""
+        check_metadata(self, metadata, FlashMetadata)
         if metadata.segments is not None or metadata.packed is not None:
             raise MetadataError(
                 "FLASH_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"
@@ -134,6 +159,9 @@ class FlashAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         packed = metadata.packed
         assert packed is not None
+        if metadata.unused_keys is not None:
+            # Kernels multiply whole tiles of values: weight 0 times a NaN behind the last boundary would be NaN.
+            value = value.masked_fill(metadata.unused_keys, 0.0)
         query_THD, key_TGD, value_TGD = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         if metadata.key_index is not None:
             key_TGD, value_TGD = key_TGD[metadata.key_index], value_TGD[metadata.key_index]

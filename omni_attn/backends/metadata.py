@@ -86,6 +86,8 @@ class AttentionMetadata:
         packed_padding: structural padding behind one sequence, as host ints.
         preserve_vsa_all_blocks: keep the sparse path even when all blocks are selected.
         step, num_steps: index of the denoising step and their number; sigma: noise level in [0, 1].
+        memo, step_memo: what was prepared, by group: from fields that are the same at every step, and from those that
+            are not. Records that at_step makes share the first; dataclasses.replace starts anew.
         validate: "shapes", or "values" to also compare device masks with the host facts (costs a synchronisation).
 
     Raises:
@@ -108,7 +110,8 @@ class AttentionMetadata:
     sigma: float | None = None
     validate: Literal["shapes", "values"] = "shapes"
     layer_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    memo: dict[str, Prepared] = field(default_factory=dict, repr=False)
+    memo: dict[str, Prepared] = field(default_factory=dict, init=False, repr=False)
+    step_memo: dict[str, Prepared] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mask_mode not in (None, "none", "padding", "arbitrary"):
@@ -130,20 +133,43 @@ class AttentionMetadata:
     def stated(self) -> frozenset[str]:
         """Names of the fields that differ from an empty record."""
         return frozenset(
-            f.name for f in fields(self) if f.name != "memo" and _is_stated(getattr(self, f.name), f.name)
+            f.name
+            for f in fields(self)
+            if not f.name.endswith("memo") and _is_stated(getattr(self, f.name), f.name)
         )
+
+    @property
+    def hides_nothing(self) -> bool:
+        """True where no key is masked: no mask, mode "none", or a mask on the host, where a look is free."""
+        mask = self.attn_mask
+        if mask is None or self.mask_mode == "none":
+            return True
+        keeps = mask if mask.dtype == torch.bool else mask == 0
+        return mask.device.type == "cpu" and bool(keeps.all())
 
     def at_step(
         self, step: int, *, num_steps: int | None = None, sigma: float | None = None
     ) -> AttentionMetadata:
         """The same call at another step; what was prepared from fields that do not change stays prepared."""
-        kept = {group: made for group, made in self.memo.items() if not made.reads & STEP_FIELDS}
         count = self.num_steps if num_steps is None else num_steps
-        return replace(self, step=step, num_steps=count, sigma=sigma, memo=kept)
+        later = replace(self, step=step, num_steps=count, sigma=sigma)
+        object.__setattr__(later, "memo", self.memo)
+        return later
+
+    def prepared(self, group_id: str) -> Prepared | None:
+        """What was prepared for a group of layers, None if nothing was."""
+        return self.memo.get(group_id) or self.step_memo.get(group_id)
+
+    def keep(self, group_id: str, made: Prepared) -> None:
+        """Keeps what was prepared, for this step or for all steps, as the builder's `reads` say."""
+        (self.step_memo if made.reads & STEP_FIELDS else self.memo)[group_id] = made
 
     def with_layer_inputs(self, **tensors: torch.Tensor) -> AttentionMetadata:
         """The same call with tensors of one layer beside it (`gate_compress`); shares all that was prepared."""
-        return replace(self, layer_inputs={**self.layer_inputs, **tensors})
+        beside = replace(self, layer_inputs={**self.layer_inputs, **tensors})
+        object.__setattr__(beside, "memo", self.memo)
+        object.__setattr__(beside, "step_memo", self.step_memo)
+        return beside
 
 
 def _is_stated(value: object, name: str) -> bool:

@@ -53,6 +53,8 @@ def register_diffusion_backend(
         _classes.pop(path, None)
     else:
         path = f"{target.__module__}.{target.__qualname__}"
+        if "<locals>" in path:  # classes that one function makes have one path
+            path = f"{path}#{key}"
         _classes[path] = _checked(target, path, key)
     _registered[key] = path
     _generation += 1

@@ -96,16 +96,11 @@ def _checked_mask(record: AttentionMetadata, lengths: tuple[int, int]) -> torch.
             f"attn_mask has shape {tuple(mask.shape)}, the call has {lengths[0]} query and {lengths[1]} key tokens: "
             f"needs {meaning} = {wanted}"
         )
-    if record.mask_mode == "none":
-        return None
     if record.mask_mode == "padding" and not (mask.dim() == 2 and mask.dtype == torch.bool):
         raise MetadataError(
             f"mask_mode='padding' needs a bool mask [B, K], found {mask.dtype} {tuple(mask.shape)}"
         )
-    # On the host a look is free, and a mask that hides nothing then runs the very same kernel as no mask.
-    if mask.device.type == "cpu" and bool((mask if mask.dtype == torch.bool else mask == 0).all()):
-        return None
-    return mask
+    return None if record.hides_nothing else mask
 
 
 def _read_packed(record: AttentionMetadata, mask: torch.Tensor | None, lengths: tuple[int, int]) -> Stated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,27 +18,17 @@ from omni_attn.ops.masks import as_additive
 class TorchSDPAImpl(MaskedImpl):
     """One layer on torch's dispatcher."""
 
+    backend: ClassVar[str] = "TORCH_SDPA"
+
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
         default_scale = self.softmax_scale == self.head_size**-0.5
         shared_heads = self.num_kv_heads != self.num_heads
         self._bare = default_scale and not shared_heads and not self._positional
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: MaskedMetadata,
-        **layer_inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """See AttentionImpl.forward; the plain case on the shortest way."""
-        if metadata.is_plain and self._bare:
-            output = F.scaled_dot_product_attention(
-                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            )
-            return output.transpose(1, 2).contiguous()
-        return super().forward(query, key, value, metadata)
+    def forward_for(self, metadata: MaskedMetadata) -> Callable[..., torch.Tensor]:
+        """See AttentionImpl.forward_for."""
+        return _plain_attention if metadata.is_plain and self._bare else self.forward
 
     def attend(
         self,
@@ -91,6 +82,13 @@ class TorchSDPAImpl(MaskedImpl):
 
     def _expand(self, heads: torch.Tensor) -> torch.Tensor:
         return heads.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: MaskedMetadata
+) -> torch.Tensor:
+    output = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    return output.transpose(1, 2).contiguous()
 
 
 class TorchSDPABackend(AttentionBackend):

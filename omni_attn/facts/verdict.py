@@ -12,7 +12,7 @@ class Verdict:
     Attributes:
         backend: public name.
         class_path: qualified path of the class that was judged.
-        variant: the variant that would run, None if the backend has none or was rejected.
+        variant: the variant that would run, or the one that alone was judged; else None.
         reasons: why it cannot run, each "needs X, found Y"; empty = accepted.
         index: position in the person's own list (0 = the spec itself, 1 = its first fallback, ...), or in the
             platform's default order.

@@ -80,4 +80,5 @@ def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     lowest = torch.finfo(dtype).min
     if torch.finfo(mask.dtype).min >= lowest:
         return mask.to(dtype)
-    return torch.where(mask == float("-inf"), mask, mask.clamp(min=lowest)).to(dtype)
+    converted = mask.to(dtype)
+    return torch.where(mask == float("-inf"), converted, converted.clamp(min=lowest))

@@ -68,11 +68,7 @@ def _installed_packages(
     versions = {p.distribution: found for p in packages if (found := _metadata_version(p.distribution))}
     provided = {p.module for p in packages if p.distribution in versions}
     for package in packages:
-        if (
-            package.module not in provided
-            and "." not in package.module
-            and PathFinder.find_spec(package.module)
-        ):
+        if package.module not in provided and _has_code(package.module):
             versions[package.distribution] = UNKNOWN_VERSION
             provided.add(package.module)
     flags = {
@@ -83,6 +79,12 @@ def _installed_packages(
         and (on := read_build_flags(p.config_module)) is not None
     }
     return versions, flags
+
+
+def _has_code(module: str) -> bool:
+    """True for a top-level module on the path; a folder without code of its own is none."""
+    spec = None if "." in module else PathFinder.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def _metadata_version(distribution: str) -> str | None:

@@ -21,23 +21,21 @@ class OrderRow:
     Attributes:
         order: backend names, best first.
         min_key_tokens: lower limit on max_seqlen_k; None = the row for requests without that hint.
+        packages: the row holds only where one of these distributions is installed; empty = everywhere.
     """
 
     order: tuple[str, ...]
     min_key_tokens: int | None = 0
+    packages: frozenset[str] = frozenset()
 
-
-def first_matching(rows: tuple[OrderRow, ...], request: AttentionRequest) -> tuple[str, ...]:
-    """The order of the first row that fits the request's hint on key tokens."""
-    hint = request.max_seqlen_k
-    for row in rows:
-        if (
-            (row.min_key_tokens is None)
-            if hint is None
-            else (row.min_key_tokens is not None and hint >= row.min_key_tokens)
-        ):
-            return row.order
-    raise AssertionError(f"no row of {rows} covers max_seqlen_k={hint}")
+    def holds(self, request: AttentionRequest, device: DeviceInfo) -> bool:
+        """Whether this row decides for a request on a device."""
+        hint = request.max_seqlen_k
+        if self.packages and not self.packages & device.packages.keys():
+            return False
+        if hint is None or self.min_key_tokens is None:
+            return hint is None and self.min_key_tokens is None
+        return hint >= self.min_key_tokens
 
 
 class OmniPlatform:
@@ -80,7 +78,7 @@ class OmniPlatform:
 
         Args:
             spec: a person's choice, None for the default.
-            broken: backend name -> why it turned out unusable although its facts accepted it.
+            broken: label of a verdict -> why that kernel turned out unusable although its facts accepted it.
 
         Raises:
             ConfigError: a name that nobody registered.
@@ -94,8 +92,8 @@ class OmniPlatform:
             )
         if request.mask_usage is None:
             request = replace(request, mask_usage="arbitrary")
-        order = self.default_order(request)
-        return tuple(self._judge(name, None, request, index, broken) for index, name in enumerate(order))
+        order = enumerate(self.default_order(request))
+        return tuple(self._judge(name, None, request, index, broken) for index, name in order)
 
     def get_diffusion_attn_backend_cls(self, spec: AttentionSpec | None, request: AttentionRequest) -> str:
         """The class path of the first accepted candidate.
@@ -149,8 +147,6 @@ class OmniPlatform:
         broken: Mapping[str, str],
     ) -> Verdict:
         path = self.class_path(name)
-        if name in broken:
-            return Verdict(name, path, reasons=(broken[name],), index=index)
         if name in self.bans:
             return Verdict(
                 name, path, reasons=(f"never used on {self.device.kind}: {self.bans[name]}",), index=index
@@ -162,5 +158,8 @@ class OmniPlatform:
         reasons = backend.validate_configuration(request, self.device, spec)
         if spec is None and backend.facts.numerics != "exact":
             reasons = [*reasons, f"needs exact numerics for a default, found {backend.facts.numerics}"]
-        variant = None if reasons else backend.select_variant(request, self.device, spec)
-        return Verdict(name, path, variant, tuple(reasons), index)
+        if reasons:
+            return Verdict(name, path, reasons=tuple(reasons), index=index)
+        accepted = Verdict(name, path, backend.select_variant(request, self.device, spec), index=index)
+        why = broken.get(accepted.label)
+        return accepted if why is None else replace(accepted, variant=None, reasons=(why,))

@@ -88,7 +88,7 @@ def select(
         request: what the layer needs.
         config: the choice of backends, None = empty.
         platform: the machine, or facts of one; None = this machine.
-        broken: backend name -> why it turned out unusable when it was constructed.
+        broken: label of a verdict -> why that kernel turned out unusable when it was constructed.
 
     Raises:
         BackendRejectedError: a person's choice and its fallbacks cannot run here.

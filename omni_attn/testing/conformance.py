@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from omni_attn.ops.reference import reference_attention
 from omni_attn.routes import build_product
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# A device that no hardware limit can be read from; evaluate then judges what a request asks of the kernel alone.
+# Without a machine only what a request asks of the kernel is judged: the limits on hardware and packages are left out.
 _NOWHERE = DeviceInfo(kind="any", name="any")
+_ANYWHERE: dict[str, Any] = {"device_kinds": frozenset(), "capabilities": (), "cudnn": (), "packages": ()}
 
 
 class BackendConformance:
@@ -35,6 +37,7 @@ class BackendConformance:
         variant: which variant, None for a backend without variants.
         dtype, device: of the tensors.
         head_size: a size that the backend takes; heads, kv_heads: query heads and shared key-value heads.
+        machine: facts of the machine that the kernels run on, None for stand-ins.
         tolerance: allowed maximum absolute error against float64; None = by dtype.
     """
 
@@ -44,6 +47,7 @@ class BackendConformance:
     head_size: int = 16
     heads: int = 4
     kv_heads: int = 2
+    machine: DeviceInfo | None = None
     tolerance: float | None = None
 
     def get_backend(self) -> type[AttentionBackend]:
@@ -127,12 +131,18 @@ class BackendConformance:
         error = (output.double() - expected.double()).abs().max().item() if output.numel() else 0.0
         assert error <= limit, f"error {error:.2e} against float64, allowed {limit:.0e}"
 
-    def refused(self, **needs: Any) -> None:
-        """Asserts that the facts give a reason against a request with these needs."""
+    def reasons(self, **needs: Any) -> tuple[str, ...]:
+        """Why the facts refuse a request with these needs; empty = they accept it."""
         request = AttentionRequest(
             **{"role": "self", "num_heads": self.heads, "head_size": self.head_size, **needs},
         )
-        reasons = evaluate(self.facts, request, _NOWHERE)
+        if self.machine is None:
+            return evaluate(replace(self.facts, **_ANYWHERE), request, _NOWHERE)
+        return evaluate(self.facts, request, self.machine)
+
+    def refused(self, **needs: Any) -> None:
+        """Asserts that the facts give a reason against a request with these needs."""
+        reasons = self.reasons(**needs)
         assert any("needs" in reason and "found" in reason for reason in reasons), f"nothing refuses {needs}"
 
     def build_fails(
@@ -192,7 +202,7 @@ class BackendConformance:
 
     def test_window(self) -> None:
         """(left, right) tokens around a query's own position."""
-        if not self.facts.window:
+        if self.reasons(window=(2, 1)):
             return self.refused(window=(2, 1))
         for queries, keys, causal, window in (
             (8, 8, False, (2, 1)),
@@ -236,8 +246,10 @@ class BackendConformance:
             self.run(query, key, value, record),
             reference_attention(query, key, value, attn_mask=record.attn_mask)[0],
         )
-        self.build_fails(self._masked(rows, kv_lengths=(2,)), "3", "2", keys=5)
-        return self.build_fails(self._masked([[1, 0, 1, 1, 0]], kv_lengths=(3,)), "hole", keys=5)
+        wrong = self._masked(rows, kv_lengths=(2,), validate="values")
+        self.build_fails(wrong, "3", "2", keys=5)
+        holed = self._masked([[1, 0, 1, 1, 0]], kv_lengths=(3,), validate="values")
+        return self.build_fails(holed, "hole", keys=5)
 
     def test_arbitrary_masks(self) -> None:
         """[B|1, H|1, Sq, Sk]: bool keeps, float is added; a dead row is zeros, the lowest number is a number."""
@@ -248,7 +260,11 @@ class BackendConformance:
             self.refused(mask_usage="arbitrary")
             return self.build_fails(AttentionMetadata(attn_mask=keep), "attn_mask")
         masks = [keep, keep[:1], torch.zeros(2, 1, 6, 6).masked_fill(~keep, float("-inf"))]
-        masks += [torch.randn(1, self.heads, 6, 6), masks[2].bfloat16(), keep[:, 0, 1].float()]
+        masks += [
+            torch.randn(1, self.heads, 6, 6).to(self.dtype).float(),
+            masks[2].bfloat16(),
+            keep[:, 0, 1].float(),
+        ]
         if self.dtype != torch.float16:  # fp16's lowest number is too near to the scores to hide anything
             masks.append(torch.zeros(2, 1, 6, 6).masked_fill(~keep, torch.finfo(self.dtype).min))
         for mask in masks:
@@ -367,7 +383,7 @@ class BackendConformance:
 
     def test_backward(self) -> None:
         """Gradients of query, key and value equal those of the reference."""
-        if not self.facts.backward:
+        if self.reasons(requires_grad=True):
             return self.refused(requires_grad=True)
         leaves = [x.requires_grad_() for x in self.tensors(1, 5, 6)]
         doubles = [x.detach().double().requires_grad_() for x in leaves]

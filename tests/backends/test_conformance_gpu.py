@@ -9,13 +9,14 @@ from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.cudnn_attn import CuDNNAttentionBackend
 from omni_attn.backends.flash_attn import FlashAttentionBackend
 from omni_attn.backends.torch_sdpa import TorchSDPABackend
-from omni_attn.facts import AttentionRequest
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import BackendConformance
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, found none on this machine"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs an NVIDIA GPU, found none on this machine"
+    ),
 ]
 
 
@@ -27,18 +28,10 @@ class OnGPU(BackendConformance):
     head_size = 64
 
     def setup_method(self) -> None:
-        request = AttentionRequest(role="self", num_heads=4, head_size=self.head_size, dtype="bfloat16")
-        reasons = self.reasons(request)
-        if reasons:
+        self.machine = current_omni_platform("cuda").device
+        if reasons := self.reasons(dtype="bfloat16"):
             pytest.skip("; ".join(reasons))
         super().setup_method()
-
-    def reasons(self, request: AttentionRequest) -> list[str]:
-        """Why the variant under test cannot run here."""
-        from omni_attn.config import AttentionSpec
-
-        spec = AttentionSpec(backend=self.get_backend().get_name(), variant=self.variant)
-        return self.get_backend().validate_configuration(request, current_omni_platform("cuda").device, spec)
 
 
 class TestTorchSDPA(OnGPU):

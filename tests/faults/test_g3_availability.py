@@ -1,8 +1,7 @@
-"""Public faults, group G3: availability, capability and head size.
+"""Public faults, group G3: availability and capability. B19, about head sizes, is in test_g3_head_sizes.py.
 
-Every recipe runs over the registered names, so a backend meets them when it arrives. Waiting:
-    B17   FA4, whose row opens with its variant; FlashInfer's with its backend
-    B19   kernels that pad head sizes: none of the present ones does
+B20 and B22 run over the registered names, so a backend meets them when it arrives. Waiting:
+    B17   FA4, whose answers open with its variant, and FlashInfer as a choice
     B22   TRTLLM_ATTN and FASTVIDEO_VSA by name
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from omni_attn.backends.registry import DiffusionAttentionBackendEnum, registered_names
+from omni_attn.backends.registry import registered_names
 from omni_attn.errors import BackendImportError, BackendRejectedError
-from omni_attn.facts import DeviceInfo, KernelFacts, PackageRequirement
+from omni_attn.facts import DeviceInfo, PackageRequirement
 from omni_attn.layer import Attention
 from omni_attn.models.wan.model import WanModel
-from omni_attn.ops.reference import reference_attention
 from omni_attn.selector import select, use_attention_config
-from omni_attn.testing import fake_device, fake_kernels, fake_package
+from omni_attn.testing import fake_device, fake_package
 from tests.faults.test_g1_selection import TINY
 from tests.selection.fresh import run_fresh, write_metadata
 from tests.selection.stubs import EVERY_PACKAGE, ask, choose, kernels_of
@@ -93,7 +92,7 @@ def machine(name: str, installed: tuple[str, ...]) -> DeviceInfo:
     return fake_device(name, packages=packages, cudnn=91900 if "cudnn" in installed else None)
 
 
-def answer(config: object, device: DeviceInfo, mode: Any) -> tuple[str, str | None]:
+def answer(config: object, device: DeviceInfo, mode: Any) -> tuple[str, str]:
     """("accepted", label) or ("refused", text)."""
     try:
         return "accepted", select(ask(sequence_parallel=mode), choose(config), device).label
@@ -110,7 +109,6 @@ def test_b17_flash_runs_where_its_package_has_kernels_and_nowhere_else(name: str
         device = machine(name, installed)
         able = [variant for variant in ("fa3", "fa2") if variant in installed and runs[variant]]
         state, said = answer("FLASH_ATTN", device, None)
-        assert said is not None
         if able:
             assert (state, said) == ("accepted", f"FLASH_ATTN ({able[0]})"), installed
         elif "fa4" not in installed or capability < (8, 0):
@@ -119,7 +117,6 @@ def test_b17_flash_runs_where_its_package_has_kernels_and_nowhere_else(name: str
                 assert str(capability) in said
                 assert all(variant in said for variant in ("fa2", "fa3") if variant in installed)
         _, default = answer({}, device, None)
-        assert default is not None
         if default.startswith("FLASH_ATTN"):
             assert capability >= (8, 0) and default[-4:-1] in installed and (able or default[-4:-1] == "fa4")
 
@@ -131,57 +128,6 @@ def test_b17_ring_and_local_agree(name: str) -> None:
         assert len(answers) == 1, (installed, config)
 
 
-# --- B19 head sizes that a kernel does not have
-
-HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512)
-# What the kernels' own pages promise; a backend without a row here fails the first test.
-SERVED = {
-    "TORCH_SDPA": HEAD_SIZES,
-    "CUDNN_ATTN": HEAD_SIZES[:11],
-    "FLASH_ATTN": HEAD_SIZES[:11],
-}
-H100 = fake_device("sm_90", packages={"fa3-fwd": "0.0.3", "flash-attn": "2.8.3"}, cudnn=91900)
-B200 = fake_device("sm_100", packages=EVERY_PACKAGE, cudnn=91900)
-
-
-def test_b19_every_built_in_backend_has_its_row() -> None:
-    assert SERVED.keys() == DiffusionAttentionBackendEnum.__members__.keys()
-
-
-@pytest.mark.parametrize("device", [H100, B200], ids=str)
-@pytest.mark.parametrize(("name", "head_size"), list(product(SERVED, HEAD_SIZES)))
-def test_b19_unsupported_sizes_are_refused_by_number(name: str, head_size: int, device: DeviceInfo) -> None:
-    state, said = answer_for_size({"default": name}, head_size, device)
-    if head_size not in SERVED[name]:
-        assert state == "refused" and name in said and f"head_size={head_size}" in said
-    else:
-        assert f"head_size={head_size}" not in said
-        assert (state == "accepted") == (name != "FLASH_ATTN" or device is H100)
-    default = select(ask(head_size=head_size), None, device).backend
-    assert head_size in SERVED[default]
-
-
-def answer_for_size(config: object, head_size: int, device: DeviceInfo) -> tuple[str, str]:
-    try:
-        return "accepted", select(ask(head_size=head_size), choose(config), device).label
-    except BackendRejectedError as error:
-        return "refused", str(error)
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_b19_accepted_sizes_are_computed_at_their_own_size(name: str) -> None:
-    dtype, tolerance = (torch.float32, 1e-5) if name == "TORCH_SDPA" else (torch.bfloat16, 2e-2)
-    generator = torch.Generator().manual_seed(0)
-    for head_size, (variant, _) in product(SERVED[name], kernels_of(name)):
-        query, key, value = (torch.randn(1, 5, 2, head_size, generator=generator).to(dtype) for _ in range(3))
-        spec = {"backend": name, "variant": variant}
-        with fake_kernels(name, variant), use_attention_config({"default": spec}, platform=H100, dtype=dtype):
-            output = Attention(2, head_size, role="self")(query, key, value)
-        assert output.shape == query.shape and output.is_contiguous()
-        expected = reference_attention(query, key, value)[0]
-        torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
-
-
 # --- B20 a choice is accepted, and the kernel turns out missing in the first forward
 
 
@@ -190,36 +136,86 @@ def needed_packages() -> Iterator[Any]:
         for variant, kernel in kernels_of(name):
             for package in kernel.packages:
                 identity = f"{name}-{variant}-{package.distribution}"
-                yield pytest.param(name, variant, kernel, package, id=identity)
+                yield pytest.param(name, variant, package, id=identity)
+
+
+def faulty(package: PackageRequirement, fault: str) -> AbstractContextManager[Any]:
+    if fault == "symbol is None":
+        return fake_package(package.module, **{package.symbol: None})
+    return fake_package(package.module, raises=ImportError("libkernel.so: undefined symbol: _ZN2at"))
 
 
 @pytest.mark.parametrize("fault", ["symbol is None", "import fails"])
-@pytest.mark.parametrize(("name", "variant", "kernel", "package"), list(needed_packages()))
+@pytest.mark.parametrize(("name", "variant", "package"), list(needed_packages()))
 def test_b20_construction_finds_it_on_every_path(
-    name: str, variant: str | None, kernel: KernelFacts, package: PackageRequirement, fault: str
+    name: str, variant: str | None, package: PackageRequirement, fault: str
 ) -> None:
-    machines = (fake_device(n, packages=EVERY_PACKAGE, cudnn=91900) for n in CAPABILITIES)
     spec = {"backend": name, "variant": variant}
-    request = ask(head_size=TINY.attention_head_dim, num_heads=TINY.num_attention_heads)
-    device = next(d for d in machines if answer_for_size({"default": spec}, 32, d)[0] == "accepted")
-    assert select(request, choose({"default": spec}), device).variant == variant
-    broken = ImportError(f"{package.module}: undefined symbol: _ZN2at4cuda")
-    faulty = (
-        fake_package(package.module, **{package.symbol: None})
-        if fault == "symbol is None"
-        else fake_package(package.module, raises=broken)
-    )
-    texts = []
-    with faulty, use_attention_config({"default": spec}, platform=device, dtype="bfloat16"):
-        with pytest.raises(BackendImportError) as alone:
-            Attention(TINY.num_attention_heads, TINY.attention_head_dim, role="self", mask_usage="never")
-        texts.append(str(alone.value))
-        with pytest.raises(BackendImportError) as whole, torch.device("meta"):
-            WanModel(TINY)
-        texts.append(str(whole.value))
-    with faulty_again(package, fault), use_attention_config(None, platform=device, dtype="bfloat16"):
-        with pytest.raises(BackendImportError) as own:
-            Attention(2, 32, role="self", mask_usage="never", config=choose({"per_role": {"self": spec}}))
-        texts.append(str(own.value))
-    assert len(set(texts)) == 1 and name in texts[0] and '"self"' in texts[0]
-    assert (package.symbol if fault == "symbol is None" else "undefined symbol: _ZN2at4cuda") in texts[0]
+    machines = [fake_device(n, packages=EVERY_PACKAGE, cudnn=91900) for n in CAPABILITIES]
+    device = next(d for d in machines if answer({"default": spec}, d, None)[0] == "accepted")
+    geometry = (TINY.num_attention_heads, TINY.attention_head_dim)
+    with faulty(package, fault):
+        with use_attention_config({"default": spec}, platform=device):
+            with pytest.raises(BackendImportError) as one_layer:
+                Attention(*geometry, role="self", mask_usage="never")
+            with pytest.raises(BackendImportError) as whole_model, torch.device("meta"):
+                WanModel(TINY)
+        with use_attention_config(None, platform=device), pytest.raises(BackendImportError) as own_config:
+            Attention(*geometry, role="self", config=choose({"per_role": {"self": spec}}))
+    [text] = {str(caught.value) for caught in (one_layer, whole_model, own_config)}
+    assert name in text and '"self"' in text and package.module in text
+    assert (package.symbol if fault == "symbol is None" else "undefined symbol: _ZN2at") in text
+
+
+# --- B22 a machine without CUDA
+
+IMPORT_EVERYTHING = """
+import sys
+sys.modules["triton"] = None
+import importlib, pkgutil
+import omni_attn
+for module in pkgutil.walk_packages(omni_attn.__path__, "omni_attn."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for name in ("cpu", "mps"):
+    with omni_attn.use_attention_config(None, platform=omni_attn.testing.fake_device(name)):
+        print(omni_attn.Attention(2, 64, role="self").selection.backend)
+"""
+WITHOUT_CUDA = {
+    "cpu": fake_device("cpu"),
+    "mps": fake_device("mps"),
+    "cpu with packages": fake_device("cpu", packages=EVERY_PACKAGE, cudnn=91900),
+    "mps with packages": fake_device("mps", packages=EVERY_PACKAGE, cudnn=91900),
+    "unknown": DeviceInfo(kind="tpu", name="tpu_v5", packages=EVERY_PACKAGE, cudnn=91900),
+}
+
+
+def test_b22_everything_imports_where_there_is_no_triton() -> None:
+    assert run_fresh(IMPORT_EVERYTHING).split() == ["TORCH_SDPA", "TORCH_SDPA"]
+
+
+@pytest.mark.parametrize("device", WITHOUT_CUDA.values(), ids=WITHOUT_CUDA)
+@pytest.mark.parametrize("head_size", [40, 64, 128, 256])
+def test_b22_the_default_is_plain_torch(device: DeviceInfo, head_size: int) -> None:
+    for dtype, masks in product(("bfloat16", "float32", None), (None, "never", "arbitrary")):
+        selection = select(ask(head_size=head_size, dtype=dtype, mask_usage=masks), None, device)
+        assert (selection.backend, selection.source) == ("TORCH_SDPA", "platform default")
+
+
+def for_gpus_only() -> list[str]:
+    return [
+        name
+        for name in registered_names()
+        if all(kernel.device_kinds and "cpu" not in kernel.device_kinds for _, kernel in kernels_of(name))
+    ]
+
+
+@pytest.mark.parametrize("device", WITHOUT_CUDA.values(), ids=WITHOUT_CUDA)
+@pytest.mark.parametrize("name", for_gpus_only())
+def test_b22_a_gpu_kernel_by_name_is_refused_with_the_platform(device: DeviceInfo, name: str) -> None:
+    state, said = answer(name, device, None)
+    assert state == "refused" and name in said and device.kind in said and "TORCH_SDPA" in said
+
+
+def test_b22_the_gpu_kernels_are_among_those_asked() -> None:
+    assert {"CUDNN_ATTN", "FLASH_ATTN"} <= set(for_gpus_only())

@@ -84,14 +84,14 @@ def test_b23_causal_and_scale(stand: Stand) -> None:
         (stand.facts.causal, {"causal": True}),
         (stand.facts.custom_scale, {"softmax_scale": 0.3}),
     ):
-        expected = reference_attention(*call, **geometry)[0]  # type: ignore[arg-type]
+        expected = reference_attention(*call, **geometry)[0]
         assert (expected - reference_attention(*call)[0]).abs().max() > 0.1
         with stand.kernels():
             if able:
                 for output in stand.both(*call, **geometry):
                     assert_close(output, expected)
             else:
-                text = refusal_of(lambda geometry=geometry: stand.layer(8, 64, **geometry))  # type: ignore[misc]
+                text = refusal_of(lambda geometry=geometry: stand.layer(8, 64, **geometry))
                 assert stand.name in text and next(iter(geometry)) in text
 
 
@@ -169,7 +169,7 @@ def test_b26_a_dead_row(stand: Stand, dtype: torch.dtype, encoding: str) -> None
     lowest = {"bool": None, "-inf": INF, "finfo.min": torch.finfo(dtype).min}[encoding]
     mask = keep if lowest is None else torch.zeros(2, 1, 6, 6, dtype=dtype).masked_fill(~keep, lowest)
     if "arbitrary" not in stand.facts.mask_kinds:
-        honoured_or_refused(stand, False, call, mask)  # type: ignore[arg-type]
+        honoured_or_refused(stand, False, call, mask)
         return
     with stand.kernels():
         output = stand.run_impl(*call, AttentionMetadata(attn_mask=mask))

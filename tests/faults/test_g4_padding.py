@@ -114,7 +114,7 @@ def test_b28_a_default_never_raises_on_the_models_own_padding(
         fake_kernels("CUDNN_ATTN"),
         use_attention_config(AttentionConfig(), platform=device),
     ):
-        layer = Attention(2, 8, role="self", mask_usage=usage, packed=packed)  # type: ignore[arg-type]
+        layer = Attention(2, 8, role="self", mask_usage=usage, packed=packed)
         output = layer(*call, AttentionMetadata(**form))
     assert layer.selection is not None and layer.selection.source == "platform default"
     assert_close(output[:, :REAL], reference_attention(*(x[:, :REAL] for x in call))[0])

@@ -162,7 +162,7 @@ def test_b37_lengths_around_a_block(stand: Stand, queries: int) -> None:
                 lambda keys=keys: stand.layer(2, 16, max_seqlen_q=queries, max_seqlen_k=keys),
                 lambda call=call: stand.run_layer(*call),
             ):
-                text = refusal_of(refused)  # type: ignore[arg-type]
+                text = refusal_of(refused)
                 assert stand.name in text and minimum in text and f"{keys} " in text.replace(".", " ")
 
 
@@ -194,7 +194,7 @@ def test_b37_one_key_inside_a_longer_call(stand: Stand, record: AttentionMetadat
         expected = reference_attention(call[0], call[1][:, :1], call[2][:, :1])[0]
     with stand.kernels():
         for run in (stand.run_impl, stand.run_layer):
-            outcome = outcome_of(lambda run=run: run(*call, record))  # type: ignore[misc]
+            outcome = outcome_of(lambda run=run: run(*call, record))
             if isinstance(outcome, str):  # by name, with the minimum
                 assert stand.facts.min_key_tokens > 1
                 assert stand.name in outcome and str(stand.facts.min_key_tokens) in outcome

@@ -179,8 +179,8 @@ def refusal_of(call: Callable[[], object]) -> str:
     return str(raised.value)
 
 
-def outcome_of(call: Callable[[], torch.Tensor]) -> torch.Tensor | str:
-    """What a call gives: its output, or the text of a refusal of ours."""
+def outcome_of(call: Callable[[], Any]) -> Any:
+    """What a call gives, or the text of a refusal of ours."""
     try:
         return call()
     except (MetadataError, BackendRejectedError) as error:

@@ -74,7 +74,10 @@ def test_a_declared_fallback_serves_the_dtype() -> None:
 
 
 def test_the_scope_states_the_dtype_for_layers_that_do_not() -> None:
-    with fake_kernels("FLASH_ATTN"), use_attention_config(None, platform=HOPPER, dtype=torch.float32):
+    with (
+        fake_kernels("FLASH_ATTN"),
+        use_attention_config(AttentionConfig(), platform=HOPPER, dtype=torch.float32),
+    ):
         hinted = Attention(4, 8, role="self", mask_usage="never")
         own = Attention(4, 8, role="self", mask_usage="never", dtype=torch.bfloat16)
     assert hinted.selection is not None and hinted.selection.backend == "TORCH_SDPA"

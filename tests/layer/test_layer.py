@@ -22,7 +22,7 @@ def build(num_heads: int = 4, head_size: int = 8, **needs: Any) -> Attention:
 
 def test_role_is_required() -> None:
     with pytest.raises(TypeError, match="role"):
-        Attention(4, 8)  # type: ignore[call-arg]
+        Attention(4, 8)
 
 
 @every_stand
@@ -45,7 +45,7 @@ def test_value_heads_of_another_size() -> None:
 def test_scale_causal_and_window_reach_the_kernel() -> None:
     query, key, value = tensors(1, 6, 6)
     for needs in ({"softmax_scale": 0.9}, {"causal": True}, {"causal": True, "window": (2, 0)}):
-        expected = reference_attention(query, key, value, **needs)[0]  # type: ignore[arg-type]
+        expected = reference_attention(query, key, value, **needs)[0]
         assert (expected - reference_attention(query, key, value)[0]).abs().max() > 0.05
         assert_close(build(**needs)(query, key, value), expected)
 
@@ -178,10 +178,34 @@ def test_a_mask_on_a_layer_that_said_never() -> None:
     ],
 )
 def test_each_hook_of_a_module_runs(register: str) -> None:
+    """Also on a layer that ran before, and that has no other hook."""
     layer, calls = build(), []
-    getattr(layer, register)(lambda *_: calls.append(register))
     query, key, value = (x.requires_grad_() for x in tensors(1, 3, 3))
-    layer(query, key, value).sum().backward()
+    layer(query, key, value)
+    getattr(layer, register)(lambda *_: calls.append(register))
+    for count in (1, 2):
+        layer(query, key, value).sum().backward()
+        assert calls == [register] * count
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_module_forward_pre_hook",
+        "register_module_forward_hook",
+        "register_module_full_backward_pre_hook",
+        "register_module_full_backward_hook",
+    ],
+)
+def test_each_hook_of_all_modules_runs(register: str) -> None:
+    layer, calls = build(), []
+    query, key, value = (x.requires_grad_() for x in tensors(1, 3, 3))
+    layer(query, key, value)
+    handle = getattr(torch.nn.modules.module, register)(lambda *_: calls.append(register))
+    try:
+        layer(query, key, value).sum().backward()
+    finally:
+        handle.remove()
     assert calls == [register]
 
 

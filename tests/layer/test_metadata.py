@@ -24,14 +24,14 @@ def test_nothing_is_stated_by_an_empty_record() -> None:
 def test_records_are_frozen_and_compare_by_identity() -> None:
     record = AttentionMetadata(attn_mask=KEEP)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        record.attn_mask = None  # type: ignore[misc]
+        record.attn_mask = None
     assert record != AttentionMetadata(attn_mask=KEEP) and record == record  # no comparison of tensors
     assert len({record, record}) == 1
 
 
 def test_fields_are_given_by_name() -> None:
     with pytest.raises(TypeError):
-        AttentionMetadata(KEEP)  # type: ignore[misc]
+        AttentionMetadata(KEEP)
 
 
 @pytest.mark.parametrize(

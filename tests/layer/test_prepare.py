@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, prepare_attention, use_attention_config
 from omni_attn.errors import MetadataError
+from omni_attn.ops.reference import reference_attention
 from tests.layer.counting import Tally, counting_backend
-from tests.layer.stands import tensors
+from tests.layer.stands import assert_close, tensors
 
 LENGTHS = {"self": (6, 6), "cross": (6, 4)}
 READS_NOTHING_OF_A_STEP = frozenset({"attn_mask", "vsa_dit_seq_shape"})
@@ -133,6 +136,18 @@ def test_a_call_of_other_lengths_than_prepared() -> None:
         for part in ('"self"', "6", "9"):
             assert part in str(raised.value)
         assert not tally.products
+
+
+def test_a_record_with_another_mask_is_prepared_anew() -> None:
+    """dataclasses.replace is how anybody changes a frozen record; what was prepared belongs to the old fields."""
+    query, key, value = tensors(1, 3, 4)
+    first, second = (torch.tensor([row]).bool() for row in ([1, 1, 0, 0], [0, 1, 1, 1]))
+    with use_attention_config(AttentionConfig(), device="cpu"):
+        layer = Attention(4, 8, role="self")
+    record = AttentionMetadata(attn_mask=first)
+    layer(query, key, value, record)
+    output = layer(query, key, value, dataclasses.replace(record, attn_mask=second))
+    assert_close(output, reference_attention(query, key, value, attn_mask=second)[0])
 
 
 def test_one_record_for_calls_of_two_lengths() -> None:

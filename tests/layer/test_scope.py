@@ -28,13 +28,13 @@ CPU = fake_device("cpu")
 
 def chosen(**needs: object) -> tuple[str, str]:
     """Backend and source that a layer built here gets."""
-    selection = Attention(4, 64, role="self", **needs).selection  # type: ignore[arg-type]
+    selection = Attention(4, 64, role="self", **needs).selection
     assert selection is not None
     return selection.backend, selection.source
 
 
 @pytest.fixture(autouse=True)
-def _two_backends(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def _two_backends(monkeypatch: pytest.MonkeyPatch):
     for variable in ("OMNI_ATTN_BACKEND", "DIFFUSION_ATTENTION_BACKEND"):
         monkeypatch.delenv(variable, raising=False)
     with counting_backend("OUTER"), counting_backend("INNER"), use_attention_config(None, platform=CPU):

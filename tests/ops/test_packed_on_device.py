@@ -94,7 +94,7 @@ def test_longest_sequences_may_be_stated(stand: Stand) -> None:
     ],
     ids=["int64", "2-D", "counts", "mask"],
 )
-def test_what_cannot_be_read_is_refused(stand: Stand, fields: dict, parts: list[str]) -> None:  # type: ignore[type-arg]
+def test_what_cannot_be_read_is_refused(stand: Stand, fields: dict, parts: list[str]) -> None:
     with stand.kernels(), pytest.raises(MetadataError) as raised:
         stand.run_layer(*tensors(1, 9, 9), AttentionMetadata(**fields))
     for part in [*parts, stand.name]:

@@ -13,6 +13,7 @@ from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.config.names import canonical_name
 from omni_attn.errors import BackendRejectedError
 from omni_attn.facts import AttentionRequest, DeviceInfo
+from omni_attn.platforms import current_omni_platform
 from omni_attn.selector import select
 from omni_attn.testing import fake_device
 from tests.selection.stubs import choose
@@ -42,18 +43,23 @@ def _device(row: dict[str, Any], name: str, packages: str) -> DeviceInfo:
 def test_row(row: dict[str, Any], device: str, packages: str) -> None:
     request, spec = _request(row), row.get("choose")
     config = choose({} if spec is None else {"per_role": {request.role: spec}})
+    platform = current_omni_platform(_device(row, device, packages))
     if "refused" in row:
         with pytest.raises(BackendRejectedError) as caught:
-            select(request, config, _device(row, device, packages))
+            select(request, config, platform)
+        with pytest.raises(BackendRejectedError):
+            platform.get_diffusion_attn_backend_cls(config.per_role[request.role], request)
         missing = [part for part in row["refused"] if part not in str(caught.value)]
         assert not missing, f"{missing} not in: {caught.value}"
         return
-    selection = select(request, config, _device(row, device, packages))
+    selection = select(request, config, platform)
     backend, _, variant = row["gives"].partition(" ")
     assert (selection.backend, selection.variant) == (backend, variant or None), selection.explain()
     assert selection.source == ("platform default" if spec is None else f"per_role['{request.role}']")
     assert (selection.spec is None) == (spec is None)
     assert selection.backend_cls.get_name() == backend
+    path = platform.get_diffusion_attn_backend_cls(config.per_role.get(request.role), request)
+    assert path == selection.class_path
     missing = [part for part in row.get("because", ()) if part not in selection.explain()]
     assert not missing, f"{missing} not in: {selection.explain()}"
 

@@ -13,14 +13,14 @@ from omni_attn.backends.abstract import AttentionImpl
 from omni_attn.backends.cudnn_attn import CuDNNAttentionImpl
 from omni_attn.backends.masked import MaskedMetadataBuilder
 from omni_attn.backends.metadata import AttentionMetadata
-from omni_attn.backends.torch_sdpa import TorchSDPAImpl
+from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from omni_attn.errors import BackendRejectedError
 from omni_attn.layer import Attention, prepare_attention
 from omni_attn.platforms import CpuPlatform
 from omni_attn.report import attention_report
 from omni_attn.selector import use_attention_config
 from omni_attn.testing import fake_device
-from tests.selection.stubs import OwnSDPAImpl, ReferenceImpl
+from tests.selection.stubs import OwnSDPAImpl, ReferenceImpl, registered
 
 CPU = fake_device("cpu")
 OWN_PATH = "tests.selection.stubs.OwnSDPABackend"
@@ -125,6 +125,12 @@ def test_a_platforms_own_subclass_is_respected() -> None:
     assert type(own.impl) is OverOwn and own.selection == plain.selection
     with pytest.raises(TypeError, match=r"DoublingImpl.*OwnSDPAImpl"):
         build({"TORCH_SDPA": DoublingImpl}, platform=platform)
+
+
+def test_a_registration_comes_before_the_platforms_table() -> None:
+    with registered(("TORCH_SDPA", TorchSDPABackend)):
+        assert type(build(platform=OwnPlatform(CPU)).impl) is TorchSDPAImpl
+    assert type(build(platform=OwnPlatform(CPU)).impl) is OwnSDPAImpl
 
 
 def test_its_builder_prepares_and_its_group_is_its_own() -> None:

@@ -154,7 +154,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def all_registered() -> AbstractContextManager[None]:

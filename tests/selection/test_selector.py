@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,7 +14,7 @@ from omni_attn.config import AttentionConfig, AttentionSpec, load_config
 from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError
 from omni_attn.facts import AttentionRequest
 from omni_attn.layer import Attention
-from omni_attn.platforms import current_omni_platform
+from omni_attn.platforms import CudaPlatform, current_omni_platform
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device
 from tests.selection.stubs import HERE, ask, choose, registered
@@ -135,6 +136,20 @@ def test_reasons_of_one_refusal_come_together() -> None:
     with pytest.raises(BackendRejectedError) as caught:
         select(request, choose("FLASH_ATTN"), BARE_H100)
     assert all(part in str(caught.value) for part in ("fa3-fwd", "float32", "head_size=264", "attn_mask"))
+
+
+class BanningPlatform(CudaPlatform):
+    """A device family on which one kernel is known to be wrong."""
+
+    bans: ClassVar[Mapping[str, str]] = {"FLASH_ATTN": "wrong results, upstream issue 12"}
+
+
+def test_a_ban_is_a_reason_for_defaults_and_choices_alike() -> None:
+    selection = select(ask(max_seqlen_k=32760), None, BanningPlatform(H100))
+    assert selection.backend == "CUDNN_ATTN" and "upstream issue 12" in selection.explain()
+    with pytest.raises(BackendRejectedError, match="upstream issue 12"):
+        select(ask(), choose("FLASH_ATTN"), BanningPlatform(H100))
+    assert select(ask(max_seqlen_k=32760), None, H100).backend == "FLASH_ATTN"
 
 
 # --- names
