@@ -137,7 +137,7 @@ class Attention(nn.Module):
             tuple(getattr(torch, name) for name in sorted(routes[0].facts.dtypes)) if routes else ()
         )
         self._own_record = AttentionMetadata()  # of calls that state nothing
-        self._last: tuple[Any, ...] = (None,) * 7  # see __call__
+        self._last: tuple[Any, ...] = (None,) * 4  # see __call__
 
     @property
     def selection(self) -> Selection | None:
@@ -183,14 +183,13 @@ class Attention(nn.Module):
         """
         if not _is_compiling():
             record = self._own_record if metadata is None else metadata
-            memo, query_shape, key_shape, value_shape, dtype, run, product = self._last
+            memo, call, run, product = self._last
             if (
                 record.memo is memo
-                and query.shape == query_shape
-                and key.shape == key_shape
-                and value.shape == value_shape
-                and query.dtype is dtype
-                and not (record.layer_inputs or self._is_watched())
+                and (query.shape, key.shape, value.shape, query.dtype) == call
+                and not (record.layer_inputs or self._forward_hooks or self._forward_pre_hooks)
+                and not (self._backward_hooks or self._backward_pre_hooks or self._compiled_call_impl)
+                and not _has_any_global_hook()  # type: ignore[no-untyped-call]
             ):
                 return run(query, key, value, product)  # type: ignore[no-any-return]
         output: torch.Tensor = super().__call__(query, key, value, metadata)
@@ -230,18 +229,11 @@ class Attention(nn.Module):
             self._remember(metadata, (query.shape, key.shape, value.shape, query.dtype), made)
         return output
 
-    def _is_watched(self) -> bool:
-        """Whether a hook or layer.compile() wants to see calls pass through nn.Module's own __call__."""
-        hooks = (
-            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        )
-        return bool(hooks) or self._compiled_call_impl is not None or _has_any_global_hook()  # type: ignore[no-untyped-call]
-
     def _remember(self, metadata: AttentionMetadata | None, call: tuple[Any, ...], made: Prepared) -> None:
         """Notes a call that was checked in full, for `__call__`; not one whose product changes with the step."""
         record = self._own_record if metadata is None else metadata
         if self.group_id in record.memo:
-            self._last = (record.memo, *call, self._impls[made.route].forward_for(made.product), made.product)
+            self._last = (record.memo, call, self._impls[made.route].forward_for(made.product), made.product)
 
     def _build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
         if not self._routes:

@@ -21,6 +21,12 @@ EXTRAS = ("diffusers", "transformers", "accelerate", "safetensors", "matplotlib"
 HEAVY = ("torch", "triton", "pydantic", *KERNELS, *EXTRAS)
 
 
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OMNI_ATTN_BACKEND", "DIFFUSION_ATTENTION_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 def loaded_by(program: str, modules: tuple[str, ...] = HEAVY) -> set[str]:
     return set(run_fresh(f"{program}\nimport sys\nprint(*(set({modules}) & set(sys.modules)))").split())
 

@@ -15,7 +15,7 @@ from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.masked import MaskedImpl, MaskedMetadataBuilder
 from omni_attn.errors import BackendImportError
 from omni_attn.facts import BackendFacts, CapabilityRange, CudnnFloor, HeadSizes
-from omni_attn.ops.masks import as_additive
+from omni_attn.ops.masks import as_additive, lowest
 
 
 def cudnn_operator() -> Callable[..., Any]:
@@ -87,10 +87,9 @@ class CuDNNAttentionImpl(MaskedImpl):
 
 def _finite_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An additive mask without -inf, which cuDNN turns into NaN; rows without any key are cleared afterwards."""
-    lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
-    return as_additive(mask, dtype).clamp(min=lowest)
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest(dtype))
+    return as_additive(mask, dtype).clamp(min=lowest(dtype))
 
 
 class CuDNNAttentionBackend(AttentionBackend):
@@ -118,6 +117,7 @@ class CuDNNAttentionBackend(AttentionBackend):
         cudagraph=True,
         error="2.3e-3",
         sequence_parallel=frozenset({"ulysses", "ring", "ulysses_ring", "allgather_kv"}),
+        tested_on=("sm_90 (H200)",),
         install="part of torch's CUDA builds",
     )
 

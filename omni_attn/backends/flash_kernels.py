@@ -91,6 +91,7 @@ FLASH_VARIANTS = (
             FLASH_FACTS,
             capabilities=(CapabilityRange(minimum=(9, 0), below=(10, 0)),),
             packages=FA3_PACKAGES,
+            tested_on=("sm_90 (H200)",),
         ),
     ),
     Variant(

@@ -12,7 +12,7 @@ from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder,
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
-from omni_attn.ops.masks import combine_masks, document_mask, position_mask, rows_without_key
+from omni_attn.ops.masks import combine_masks, document_mask, keep_finite, position_mask, rows_without_key
 from omni_attn.ops.segments import Segment, attend_segments
 
 
@@ -53,6 +53,8 @@ class MaskedMetadataBuilder(AttentionMetadataBuilder):
         if stated.mask is None:
             return MaskedMetadata(is_plain=True)
         mask = stated.mask[:, None, None] if stated.mask.dim() == 2 else stated.mask
+        if mask.dtype != torch.bool:
+            mask = keep_finite(mask)
         if self.causal or self.window is not None:
             keep = position_mask(*lengths, causal=self.causal, window=self.window, device=mask.device)
             mask = combine_masks(mask, keep)

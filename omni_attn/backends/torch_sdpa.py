@@ -111,7 +111,7 @@ class TorchSDPABackend(AttentionBackend):
         cudagraph=True,
         error="2.3e-3",
         sequence_parallel=frozenset({"ulysses", "ring", "ulysses_ring", "allgather_kv"}),
-        tested_on=("cpu",),
+        tested_on=("cpu", "sm_90 (H200)"),
     )
 
     @staticmethod

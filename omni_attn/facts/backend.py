@@ -78,6 +78,7 @@ class KernelFacts:
         compile_mode: "traceable" (torch ops only), "custom_op" (wrapped, with a fake) or "eager_only".
         cudagraph: calls can be captured in a CUDA graph.
         sequence_parallel: modes it serves on each rank.
+        tested_on: hardware that its conformance ran on; empty = untested on hardware.
     """
 
     device_kinds: frozenset[str] = frozenset()
@@ -104,6 +105,7 @@ class KernelFacts:
     compile_mode: Literal["traceable", "custom_op", "eager_only"] = "eager_only"
     cudagraph: bool = False
     sequence_parallel: frozenset[str] = frozenset()
+    tested_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,6 @@ class BackendFacts(KernelFacts):
         numerics: "exact", "quantised" or "approximate"; only exact backends may be defaults.
         error: documented relative error against float64 in bfloat16, for instance "2.3e-3".
         stateless, paged: serves plain layers / layers with a paged KV cache.
-        tested_on: hardware that its conformance ran on; empty = untested on hardware.
         install: the command that brings the package, None if torch is enough.
     """
 
@@ -141,7 +142,6 @@ class BackendFacts(KernelFacts):
     error: str | None = None
     stateless: bool = True
     paged: bool = False
-    tested_on: tuple[str, ...] = ()
     install: str | None = None
 
     @classmethod

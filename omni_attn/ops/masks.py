@@ -75,10 +75,19 @@ def rows_without_key(mask: torch.Tensor) -> torch.Tensor:
     return hidden.all(-1, keepdim=True)
 
 
+def lowest(dtype: torch.dtype) -> float:
+    """The lowest number a kernel can add to scores: half of the dtype's own, since kernels scale scores by log2(e)."""
+    return torch.finfo(dtype).min / 2
+
+
+def keep_finite(mask: torch.Tensor) -> torch.Tensor:
+    """A float mask whose finite values stay finite inside kernels; -inf stays as it is."""
+    return torch.where(mask == float("-inf"), mask, mask.clamp(min=lowest(mask.dtype)))
+
+
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float mask in another dtype; large finite values stay finite, so that they keep their meaning."""
-    lowest = torch.finfo(dtype).min
-    if torch.finfo(mask.dtype).min >= lowest:
+    if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
         return mask.to(dtype)
     converted = mask.to(dtype)
-    return torch.where(mask == float("-inf"), converted, converted.clamp(min=lowest))
+    return torch.where(mask == float("-inf"), converted, converted.clamp(min=lowest(dtype)))

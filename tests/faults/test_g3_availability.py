@@ -202,6 +202,11 @@ def test_b22_the_default_is_plain_torch(device: DeviceInfo, head_size: int) -> N
         assert (selection.backend, selection.source) == ("TORCH_SDPA", "platform default")
 
 
+def test_b22_an_unknown_family_behaves_like_a_cpu() -> None:
+    asked = [select(ask(), None, WITHOUT_CUDA[name]).verdicts for name in ("unknown", "cpu with packages")]
+    assert asked[0] == asked[1]
+
+
 def for_gpus_only() -> list[str]:
     return [
         name

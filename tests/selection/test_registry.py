@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from omni_attn.layer import Attention
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device
 from tests.selection import stubs
-from tests.selection.fresh import run_fresh, write_metadata
 from tests.selection.stubs import HERE, OwnSDPABackend, PlainBackend, PlainTwin, ask, choose, registered
 
 CPU = fake_device("cpu")
@@ -223,54 +221,3 @@ def test_facts_serve_something_and_must_be_facts() -> None:
         BackendFacts(stateless=False, paged=False)
     with pytest.raises(TypeError, match="facts"):
         type("Partial", (AttentionBackend,), FULL | {"facts": {"causal": True}})
-
-
-# --- options of backends from outside
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "refused"),
-    [
-        ("OPTIONS_TEST", {"strength": 3}, None),
-        ("OPTIONS_TEST", {"strength": "loud"}, "strength"),
-        ("OPTIONS_TEST", {"stregth": 3}, "stregth"),
-        ("PLAIN_TEST", {"strength": 3}, "strength"),
-    ],
-)
-def test_options_are_checked_by_the_backends_own_model(
-    name: str, options: dict[str, object], refused: str | None
-) -> None:
-    config = choose({"default": {"backend": name, "options": options}})
-    with registered(("OPTIONS_TEST", stubs.OptionsBackend), ("PLAIN_TEST", PlainBackend)):
-        if refused is None:
-            assert select(ask(), config, CPU).spec == config.default
-            return
-        with pytest.raises(BackendRejectedError, match=rf"{name}.*{refused}"):
-            select(ask(), config, CPU)
-
-
-# --- entry points
-
-
-PLUGIN_PROGRAM = """
-from omni_attn.backends.registry import registered_names
-from omni_attn.errors import BackendRejectedError
-from omni_attn.platforms import current_omni_platform
-from omni_attn.selector import select
-from tests.selection.stubs import PlainBackend, ask, choose
-assert {"PLAIN_TEST", "GONE_TEST"} <= set(registered_names())
-cpu = current_omni_platform("cpu")
-assert select(ask(), choose("plain_test"), cpu).backend_cls is PlainBackend
-assert select(ask(), None, cpu).backend == "TORCH_SDPA"
-try:
-    select(ask(), choose("GONE_TEST"), cpu)
-except BackendRejectedError as error:
-    print(error)
-"""
-
-
-def test_entry_points_add_names_and_a_broken_one_breaks_only_itself(tmp_path: Path) -> None:
-    points = f"PLAIN_TEST = {HERE}:PlainBackend\nGONE_TEST = no_such_module:Backend\n"
-    write_metadata(tmp_path, "plugin", "1.0", f"[omni_attn.backends]\n{points}")
-    printed = run_fresh(PLUGIN_PROGRAM, tmp_path)
-    assert "GONE_TEST" in printed and "no_such_module" in printed
