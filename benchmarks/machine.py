@@ -16,7 +16,7 @@ def machine_line(device: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
     found = [f"torch {torch.__version__}"]
     if device == "cuda":
-        found.append(f"cuDNN {torch.backends.cudnn.version()}")
+        found.append(f"cuDNN {torch.backends.cudnn.version()}")  # type: ignore[no-untyped-call]
     for package in PEERS:
         try:
             found.append(f"{package} {version(package)}")

@@ -55,7 +55,7 @@ class BackendRow:
             _join(self.kernel.dtypes),
             str(self.kernel.head_sizes),
             numerics,
-            ", ".join(self.facts.tested_on) or UNTESTED,
+            ", ".join(self.kernel.tested_on) or UNTESTED,
         )
 
     def feature_cells(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ FA3_PACKAGES = (
         symbol="flash_attn_func",
         config_module="flash_attn_config",
         flags=_FA3_FLAGS,
-        install="python setup.py install in the hopper folder of flash-attention",
+        install="pip install ./hopper in a checkout of flash-attention",
     ),
     PackageRequirement(
         distribution="tokenspeed-fa3",

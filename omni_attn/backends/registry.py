@@ -69,6 +69,13 @@ def unregister_diffusion_backend(name: str) -> None:
         _generation += 1
 
 
+def refresh() -> None:
+    """Reads the entry points anew, and makes everything that depends on the registry be asked again."""
+    global _generation
+    _entry_point_paths.cache_clear()
+    _generation += 1
+
+
 def generation() -> int:
     """Grows with every change of the registry; part of each cache key that depends on it."""
     return _generation

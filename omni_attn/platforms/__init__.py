@@ -40,7 +40,8 @@ def current_omni_platform(
 
 
 def reset_device_facts() -> None:
-    """Forgets what was read from this machine, so that newly installed or removed packages are seen."""
+    """Forgets what was read from this machine, so that newly installed or removed packages and plug-ins are seen."""
+    registry.refresh()
     _detected.cache_clear()
     read_build_flags.cache_clear()
 

@@ -7,7 +7,7 @@ from omni_attn.platforms.interface import OmniPlatform, OrderRow
 
 _FLASH_FIRST = ("FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA")
 _CUDNN_FIRST = ("CUDNN_ATTN", "FLASH_ATTN", "TORCH_SDPA")
-_FA3 = frozenset({"flash-attn-3", "tokenspeed-fa3", "fa3-fwd"})
+_FA3 = ("FLASH_ATTN", "fa3")
 
 # Turing to Ada: FlashAttention 2 is what torch's own flash kernel descends from, with packing and windows beside it.
 # Not measured by us; cuDNN is left out until it is.
@@ -17,10 +17,10 @@ _AMPERE = (OrderRow(("FLASH_ATTN", "TORCH_SDPA")), OrderRow(("FLASH_ATTN", "TORC
 #   32760 x 32760, 12 heads, D 128   669-677 : 567        75600 x 75600, 40 heads, D 128   661-664 : 568-572
 #   32760 x 512, 40 heads, D 128     442-481 : 502-521    4608 x 4608, 24 heads, D 128     481-578 : 570-596
 # Without a hint the long case decides, since that is where the time goes. FlashAttention 2 reaches 356 on the long
-# shapes, so without version 3 cuDNN goes first everywhere.
+# shapes, so where version 3 is missing or cannot serve the layer cuDNN goes first.
 _HOPPER = (
-    OrderRow(_FLASH_FIRST, min_key_tokens=8192, packages=_FA3),
-    OrderRow(_FLASH_FIRST, min_key_tokens=None, packages=_FA3),
+    OrderRow(_FLASH_FIRST, min_key_tokens=8192, needs=_FA3),
+    OrderRow(_FLASH_FIRST, min_key_tokens=None, needs=_FA3),
     OrderRow(_CUDNN_FIRST),
     OrderRow(_CUDNN_FIRST, min_key_tokens=None),
 )
@@ -38,4 +38,4 @@ class CudaPlatform(OmniPlatform):
         """See OmniPlatform.default_order."""
         capability = self.device.capability or (0, 0)
         rows = next(rows for minimum, rows in _ORDERS if capability >= minimum)
-        return next(row.order for row in rows if row.holds(request, self.device))
+        return self.first_order(rows, request)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from omni_attn.backends import registry
+from omni_attn.config import AttentionSpec
 from omni_attn.errors import BackendImportError, BackendRejectedError, NoBackendError
 from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
-
-if TYPE_CHECKING:
-    from omni_attn.config import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -21,21 +19,18 @@ class OrderRow:
     Attributes:
         order: backend names, best first.
         min_key_tokens: lower limit on max_seqlen_k; None = the row for requests without that hint.
-        packages: the row holds only where one of these distributions is installed; empty = everywhere.
+        needs: (backend, variant) that the order was measured with; the row holds only where it serves the request.
     """
 
     order: tuple[str, ...]
     min_key_tokens: int | None = 0
-    packages: frozenset[str] = frozenset()
+    needs: tuple[str, str] | None = None
 
-    def holds(self, request: AttentionRequest, device: DeviceInfo) -> bool:
-        """Whether this row decides for a request on a device."""
-        hint = request.max_seqlen_k
-        if self.packages and not self.packages & device.packages.keys():
-            return False
-        if hint is None or self.min_key_tokens is None:
-            return hint is None and self.min_key_tokens is None
-        return hint >= self.min_key_tokens
+    def fits(self, key_tokens: int | None) -> bool:
+        """Whether the row is meant for a hint on key tokens, or for none."""
+        if key_tokens is None or self.min_key_tokens is None:
+            return key_tokens is self.min_key_tokens is None
+        return key_tokens >= self.min_key_tokens
 
 
 class OmniPlatform:
@@ -58,6 +53,14 @@ class OmniPlatform:
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Candidate names for a request that nobody chose a backend for, best first."""
         return ("TORCH_SDPA",)
+
+    def first_order(self, rows: tuple[OrderRow, ...], request: AttentionRequest) -> tuple[str, ...]:
+        """The order of the first row that holds for a request on this device."""
+        return next(
+            row.order
+            for row in rows
+            if row.fits(request.max_seqlen_k) and (row.needs is None or self._serves(*row.needs, request))
+        )
 
     def class_path(self, name: str) -> str:
         """The class path of a canonical name: runtime registration, else this family's table, else the default.
@@ -116,27 +119,36 @@ class OmniPlatform:
         source: str,
     ) -> BackendRejectedError | NoBackendError:
         """The error for verdicts of which none accepts: the role, every reason, and what would run instead."""
-        reasons = "; ".join(f"{verdict.backend}: {'; '.join(verdict.reasons)}" for verdict in verdicts[1:])
         if spec is None:
             every = "".join(f"\n  {verdict}" for verdict in verdicts)
             return NoBackendError(
                 f'role "{request.role}": no backend of the platform\'s default order can run on {self.device.name}:'
                 f"{every}\nChange what the layer needs, or install one of the packages named above."
             )
-        accepted = [v for v in self.evaluate(None, request) if v.accepted and v.backend != spec.backend]
+        first, *fallbacks = verdicts
+        asked = f"{spec.backend} variant {spec.variant}" if spec.variant else spec.backend
         text = (
-            f'role "{request.role}": {spec.backend} (from {source}) cannot run on {self.device.name}: '
-            f"{'; '.join(verdicts[0].reasons)}."
+            f'role "{request.role}": {asked} (from {source}) cannot run on {self.device.name}: '
+            f"{'; '.join(first.reasons)}."
         )
-        if reasons:
-            text += f" Its fallbacks cannot either: {reasons}."
-        if accepted:
-            best = accepted[0].backend
-            text += (
-                f" Accepted here: {', '.join(v.backend for v in accepted)}. To choose for this role alone, write "
-                f"`per_role: {{{request.role}: {{backend: {best}}}}}`."
+        if fallbacks:
+            text += f" Its fallbacks cannot either: {'; '.join(map(str, fallbacks))}."
+        accepted = [
+            v
+            for v in self.evaluate(None, request)
+            if v.accepted and (v.backend != spec.backend or spec.variant)
+        ]
+        if not accepted:
+            return BackendRejectedError(
+                f"{text} Nothing in the default order can run this layer here either."
             )
-        return BackendRejectedError(text)
+        return BackendRejectedError(
+            f"{text} Accepted here: {', '.join(v.label for v in accepted)}. To choose for this role alone, write "
+            f"`per_role: {{{request.role}: {{backend: {accepted[0].backend}}}}}`."
+        )
+
+    def _serves(self, name: str, variant: str, request: AttentionRequest) -> bool:
+        return self._judge(name, AttentionSpec(backend=name, variant=variant), request, 0, {}).accepted
 
     def _judge(
         self,

@@ -76,8 +76,8 @@ def test_a_default_has_no_spec_and_a_verdict_on_every_candidate() -> None:
     selection = select(ask(dtype="float32"), None, H100)
     assert selection.spec is None and selection.backend == "TORCH_SDPA"
     assert [(v.backend, v.accepted) for v in selection.verdicts] == [
-        ("FLASH_ATTN", False),
         ("CUDNN_ATTN", False),
+        ("FLASH_ATTN", False),
         ("TORCH_SDPA", True),
     ]
     for verdict in selection.verdicts[:2]:
@@ -88,7 +88,7 @@ def test_explain_names_role_choice_source_and_every_verdict() -> None:
     text = select(ask("cross", dtype="float32"), None, H100).explain()
     first, *rest = text.splitlines()
     assert '"cross"' in first and "TORCH_SDPA" in first and "platform default" in first
-    assert [line.split(":")[0].strip() for line in rest] == ["FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA"]
+    assert [line.split(":")[0].strip() for line in rest] == ["CUDNN_ATTN", "FLASH_ATTN", "TORCH_SDPA"]
     assert "float32" in rest[0] and "float32" in rest[1] and "accepted" in rest[2]
 
 
