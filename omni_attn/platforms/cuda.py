@@ -13,11 +13,12 @@ _FA3 = ("FLASH_ATTN", "fa3")
 # Not measured by us; cuDNN is left out until it is.
 _AMPERE = (OrderRow(("FLASH_ATTN", "TORCH_SDPA")), OrderRow(("FLASH_ATTN", "TORCH_SDPA"), None))
 
-# Hopper, measured on an H200 (torch 2.11, cuDNN 9.19, bf16, TFLOP/s, FlashAttention 3 : cuDNN):
-#   32760 x 32760, 12 heads, D 128   669-677 : 567        75600 x 75600, 40 heads, D 128   661-664 : 568-572
-#   32760 x 512, 40 heads, D 128     442-481 : 502-521    4608 x 4608, 24 heads, D 128     481-578 : 570-596
-# Without a hint the long case decides, since that is where the time goes. FlashAttention 2 reaches 356 on the long
-# shapes, so where version 3 is missing or cannot serve the layer cuDNN goes first.
+# Hopper, by benchmarks/dense.py on an H200 (2026-11-30, torch 2.11, cuDNN 9.19, tokenspeed-fa3 3.0.0, bf16, TFLOP/s,
+# FlashAttention 3 : cuDNN):
+#   32760 x 32760, 12 heads, D 128   687 : 557        75600 x 75600, 40 heads, D 128   677 : 563
+#   32760 x 512, 40 heads, D 128     523 : 541        4608 x 4608, 24 heads, D 128     503 : 552
+# Without a hint the long case decides, since that is where the time goes. FlashAttention 2 is the kernel that torch's own
+# dispatcher ranks behind cuDNN on this hardware, so where version 3 is missing or cannot serve the layer cuDNN goes first.
 _HOPPER = (
     OrderRow(_FLASH_FIRST, min_key_tokens=8192, needs=_FA3),
     OrderRow(_FLASH_FIRST, min_key_tokens=None, needs=_FA3),
