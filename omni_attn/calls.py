@@ -42,41 +42,44 @@ def check_tensors(
             f'role "{request.role}": query, key and value need one dtype, found {query.dtype}, {key.dtype} and '
             f"{value.dtype}"
         )
+    if key.device != query.device or value.device != query.device:
+        raise MetadataError(
+            f'role "{request.role}": query, key and value need one device, found {query.device}, {key.device} and '
+            f"{value.device}"
+        )
     return query.shape[1], key.shape[1]
 
 
-def check_prepared(role: str, made: Prepared, query: torch.Tensor, lengths: tuple[int, int]) -> None:
-    """Holds a call against what was prepared for it.
+def check_prepared(where: str, made: Prepared, query: torch.Tensor, lengths: tuple[int, int]) -> None:
+    """Holds a call against what was prepared for it; `where` heads the text.
 
     Raises:
         MetadataError: other lengths, another batch size or another device than the record was prepared for.
     """
     if made.lengths != lengths:
         raise MetadataError(
-            f'role "{role}": the record was prepared for {made.lengths[0]} query and {made.lengths[1]} key tokens, the '
+            f"{where}: the record was prepared for {made.lengths[0]} query and {made.lengths[1]} key tokens, the "
             f"call has {lengths[0]} and {lengths[1]}: prepare each kind of call with its own record and lengths"
         )
     if made.mask_batch is not None and made.mask_batch != query.shape[0]:
         raise MetadataError(
-            f'role "{role}": mask or packing is for a batch of {made.mask_batch}, query has {query.shape[0]}'
+            f"{where}: mask or packing is for a batch of {made.mask_batch}, query has {query.shape[0]}"
         )
     if made.mask_device is not None and made.mask_device != query.device:
-        raise MetadataError(f'role "{role}": attn_mask is on {made.mask_device}, query on {query.device}')
+        raise MetadataError(f"{where}: attn_mask is on {made.mask_device}, query on {query.device}")
 
 
 def layer_inputs_of(
-    routes: tuple[Route, ...], active: int, inputs: Mapping[str, torch.Tensor]
+    routes: tuple[Route, ...], active: Route, inputs: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """The inputs that the active route reads; another route of the layer may be the reader of the rest.
 
     Raises:
         MetadataError: an input that no route of the layer would read.
     """
-    reads = [route.selection.backend_cls.facts.layer_inputs for route in routes]
-    unread = [name for name in inputs if not any(name in names for names in reads)]
+    unread = [name for name in inputs if not any(name in route.layer_inputs for route in routes)]
     if unread:
         raise MetadataError(
-            f'role "{routes[0].selection.request.role}": {routes[0].selection.label} reads no layer input '
-            f"{', '.join(unread)}; ask attention.reads(name) before making it"
+            f"{routes[0].label} reads no layer input {', '.join(unread)}; ask attention.reads(name) before making it"
         )
-    return {name: tensor for name, tensor in inputs.items() if name in reads[active]}
+    return {name: tensor for name, tensor in inputs.items() if name in active.layer_inputs}

@@ -31,11 +31,39 @@ class ConfigError(OmniAttnError, ValueError):
 
 
 class BackendRejectedError(OmniAttnError, ValueError):
-    """A backend that a person chose cannot serve this layer on this machine."""
+    """A backend that a person chose cannot serve this layer on this machine.
+
+    Attributes:
+        role, backend, source: what was asked for, and where.
+        reasons: why it cannot be.
+        alternatives: names that the platform's default order would accept.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        role: str = "",
+        backend: str = "",
+        source: str = "",
+        reasons: tuple[str, ...] = (),
+        alternatives: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(text)
+        self.role, self.backend, self.source = role, backend, source
+        self.reasons, self.alternatives = reasons, alternatives
 
 
 class NoBackendError(OmniAttnError, RuntimeError):
-    """Not one candidate of the platform's default order can serve this layer."""
+    """Not one candidate of the platform's default order can serve this layer.
+
+    Attributes:
+        verdicts: one per candidate, each with its reasons.
+    """
+
+    def __init__(self, verdicts: tuple[object, ...], text: str) -> None:
+        super().__init__(text)
+        self.verdicts = verdicts
 
 
 class BackendImportError(OmniAttnError, ImportError):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling as _is_compiling
-from torch.nn.modules.module import _has_any_global_hook
 
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
 from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest
-from omni_attn.routes import Route, build_prepared, build_routes, group_name
-from omni_attn.selector import CollectedLayer, Selection, current_scope
+from omni_attn.products import build_prepared
+from omni_attn.routes import Route, build_routes, canonical_overrides, group_name
+from omni_attn.selector import CollectedLayer, Selection, current_scope, select
 
 if TYPE_CHECKING:
     from omni_attn.backends.abstract import AttentionImpl
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from omni_attn.facts.request import MaskUsage, SequenceParallel
 
 __all__ = ["Attention", "prepare_attention"]
+
+
+# No record holds it, so that a layer's first call takes the whole way.
+_NEVER_MADE = Prepared(None, (0, 0))
 
 
 class Attention(nn.Module):
@@ -41,7 +45,7 @@ class Attention(nn.Module):
             communication and requires skip_sequence_parallel=True.
         skip_sequence_parallel: run on each rank's own tensors, whatever the parallel configuration.
         config: the choice of backends for this layer alone.
-        prefix: the layer's name in the model, for texts.
+        prefix: the layer's name in the model, for reports.
 
     Raises:
         BackendRejectedError, NoBackendError, BackendImportError, ConfigError: see select; nothing is built then.
@@ -71,10 +75,11 @@ class Attention(nn.Module):
         compile: bool = False,
         window: tuple[int, int] | None = None,
         batch_invariant: bool = False,
+        kv_cache: Hashable | None = None,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: Callable[..., torch.Tensor] | None = None,
         skip_sequence_parallel: bool = False,
-        config: AttentionConfig | None = None,
+        config: AttentionConfig | Mapping[str, object] | str | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -100,44 +105,48 @@ class Attention(nn.Module):
             compile=compile,
             window=window,
             batch_invariant=batch_invariant,
+            kv_cache=kv_cache,
         )
         if custom_attention is not None and not skip_sequence_parallel:
             raise ValueError(
                 f'role "{role}": custom_attention owns its communication, so it requires skip_sequence_parallel=True'
             )
-        self.prefix = prefix
+        if num_heads is None or head_size < 1:
+            raise ValueError(
+                f'role "{role}": a layer needs num_heads and head_size, found {num_heads} and {head_size}'
+            )
+        self.role, self.role_category, self.prefix = role, role_category, prefix
         self.custom_attention = custom_attention
-        self.impl_overrides = dict(impl_overrides or {})
+        self.impl_overrides = canonical_overrides(impl_overrides)
         self.fallbacks_taken = 0
-        self._config = scope.config if config is None else config
-        self._platform = scope.platform
-        self._settle(scope.collected)
-
-    def _settle(self, collected: list[CollectedLayer] | None = None) -> None:
-        """Chooses and constructs the impls, or leaves the request where it is asked for."""
-        request = self.request
+        self._config, self._platform = scope.config_for(config), scope.platform_or_current()
         routes: tuple[Route, ...] = ()
-        if collected is not None:
-            collected.append(CollectedLayer(request, self.prefix))
-        elif self.custom_attention is None:
-            routes = build_routes(request, self._config, self._platform, self.impl_overrides)
-            # One object for layers of equal needs: compiled code then sees that equal layers are equal.
-            self.request = request = routes[0].selection.request
-        self.role, self.role_category = request.role, request.role_category
-        self.group_id = (
-            group_name(routes) if routes else "custom_attention" if self.custom_attention else "not selected"
-        )
+        if custom_attention is None and scope.collected is None:
+            routes = build_routes(self.request, self._config, self._platform, self.impl_overrides)
+        elif custom_attention is None and scope.collected is not None:
+            scope.collected.append(CollectedLayer(self.request, prefix))
+        self._settle(routes)
+
+    def _settle(self, routes: tuple[Route, ...]) -> None:
+        """Takes on constructed routes; none = the layer is custom, or was only asked for its request."""
         self._routes = routes
         self._impls = tuple(route.impl for route in routes)
-        self._route = routes[0].selection.label if routes else self.group_id
-        self._dtype: torch.dtype | None = (
-            None if request.dtype is None else getattr(torch, request.dtype, None)
-        )
-        self._dtypes = (
-            tuple(getattr(torch, name) for name in sorted(routes[0].facts.dtypes)) if routes else ()
-        )
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        self.group_id = "custom_attention" if self.custom_attention is not None else "not selected"
+        if routes:
+            # One object for layers of equal needs: compiled code then sees that equal layers are equal.
+            self.request = routes[0].selection.request
+            self.group_id = group_name(routes)
+            self._dtypes = tuple(getattr(torch, name) for name in sorted(routes[0].facts.dtypes))
+        stated = self.request.dtype
+        self._dtype: torch.dtype | None = None if stated is None else getattr(torch, stated)
         self._own_record = AttentionMetadata()  # of calls that state nothing
-        self._last: tuple[Any, ...] = (None,) * 4  # see __call__
+        self._active: Prepared | None = None
+        self._last: tuple[Prepared, Any, Any] = (
+            _NEVER_MADE,
+            (),
+            None,
+        )  # product, shapes and dtype, impl: see forward
 
     @property
     def selection(self) -> Selection | None:
@@ -150,13 +159,29 @@ class Attention(nn.Module):
         return self._impls[0] if self._impls else None
 
     @property
+    def active_route(self) -> Route | None:
+        """The selected route, or the fallback that the last preparation took; None where nothing was selected."""
+        if not self._routes:
+            return None
+        return self._routes[self._active.route if self._active else 0]
+
+    @property
     def route(self) -> str:
-        """What was prepared last: the selected backend, one of its own routes, or a fallback."""
-        return self._route
+        """What was prepared last, in words: the selected backend, one of its own routes, or a fallback."""
+        active = self.active_route
+        if active is None:
+            return self.group_id
+        own = getattr(self._active.product, "route", None) if self._active else None
+        return f"{active.selection.label}: {own}" if own else active.selection.label
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the last preparation took a fallback; None if it took none."""
+        return self._active.refusal if self._active else None
 
     def reads(self, name: str) -> bool:
         """Whether the selected backend reads a layer input (`gate_compress`), so that a model may skip making it."""
-        return any(name in route.selection.backend_cls.facts.layer_inputs for route in self._routes)
+        return any(name in route.layer_inputs for route in self._routes)
 
     def prepare(self, record: AttentionMetadata, lengths: tuple[int, int]) -> None:
         """Builds what calls with `lengths` = (query tokens, key tokens) need, unless the group already has it.
@@ -164,36 +189,17 @@ class Attention(nn.Module):
         Raises:
             MetadataError: the record states something that this layer or its backends cannot express.
         """
+        if not self._routes:
+            raise MetadataError(
+                f'role "{self.role}": nothing was selected for this layer, so nothing is prepared'
+            )
+        self._check_mask_usage(record)
         made = record.prepared(self.group_id)
         if made is None or made.lengths != lengths:
-            made = self._build(record, lengths)
+            made = build_prepared(self._routes, record, lengths)
             record.keep(self.group_id, made)
-        self._note_route(made)
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
-        """See forward. A call like the layer's last one goes straight to its kernel.
-
-        Hooks, compiled code and layer inputs take nn.Module's way through forward.
-        """
-        if not _is_compiling():
-            record = self._own_record if metadata is None else metadata
-            memo, call, run, product = self._last
-            if (
-                record.memo is memo
-                and (query.shape, key.shape, value.shape, query.dtype) == call
-                and not (record.layer_inputs or self._forward_hooks or self._forward_pre_hooks)
-                and not (self._backward_hooks or self._backward_pre_hooks or self._compiled_call_impl)
-                and not _has_any_global_hook()  # type: ignore[no-untyped-call]
-            ):
-                return run(query, key, value, product)  # type: ignore[no-any-return]
-        output: torch.Tensor = super().__call__(query, key, value, metadata)
-        return output
+        self._active = made
+        self.fallbacks_taken += made.route > 0
 
     def forward(
         self,
@@ -217,36 +223,37 @@ class Attention(nn.Module):
         """
         if self.custom_attention is not None:
             return self.custom_attention(query, key, value, metadata)
+        if _is_compiling():
+            return self._forward_checked(query, key, value, metadata)
+        record = self._own_record if metadata is None else metadata
+        made = record.memo.get(self.group_id)
+        last, call, impl = self._last
+        if (
+            made is last  # what was checked for the last call holds for one like it
+            and (query.shape, key.shape, value.shape, query.dtype) == call
+            and not record.layer_inputs
+        ):
+            return impl.forward(query, key, value, last.product)  # type: ignore[no-any-return]
+        return self._forward_checked(query, key, value, metadata)
+
+    def _forward_checked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata | None,
+    ) -> torch.Tensor:
+        """The whole way: tensors against the layer, the record against the call, extra inputs against the backend."""
         lengths = self._check_call(query, key, value)
         made = self._find_prepared(metadata, lengths)
-        check_prepared(self.role, made, query, lengths)
-        impl = self._impls[made.route]
-        if metadata is not None and metadata.layer_inputs:
-            inputs = layer_inputs_of(self._routes, made.route, metadata.layer_inputs)
-            return impl.forward(query, key, value, made.product, **inputs)
-        output = impl.forward(query, key, value, made.product)
+        route, impl = self._routes[made.route], self._impls[made.route]
+        check_prepared(route.label, made, query, lengths)
+        inputs = layer_inputs_of(self._routes, route, metadata.layer_inputs if metadata is not None else {})
+        output = impl.forward(query, key, value, made.product, **inputs)
         if not _is_compiling():
-            self._remember(metadata, (query.shape, key.shape, value.shape, query.dtype), made)
+            self._active = made
+            self._last = (made, (query.shape, key.shape, value.shape, query.dtype), impl)
         return output
-
-    def _remember(self, metadata: AttentionMetadata | None, call: tuple[Any, ...], made: Prepared) -> None:
-        """Notes a call that was checked in full, for `__call__`; not one whose product changes with the step."""
-        record = self._own_record if metadata is None else metadata
-        if self.group_id in record.memo:
-            self._last = (record.memo, call, self._impls[made.route].forward_for(made.product), made.product)
-
-    def _build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
-        if not self._routes:
-            raise MetadataError(
-                f'role "{self.role}": nothing was selected for this layer, so nothing is prepared'
-            )
-        return build_prepared(self._routes, record, lengths)
-
-    def _note_route(self, made: Prepared) -> None:
-        own = getattr(made.product, "route", None)
-        label = self._routes[made.route].selection.label
-        self._route = f"{label}: {own}" if own else label
-        self.fallbacks_taken += made.route > 0
 
     def _find_prepared(self, metadata: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
         """What the record holds for this group, or builds it late.
@@ -255,9 +262,11 @@ class Attention(nn.Module):
         """
         if metadata is None:
             if _is_compiling():
-                return self._build(AttentionMetadata(), lengths)
-            self.prepare(self._own_record, lengths)
+                return build_prepared(self._routes, AttentionMetadata(), lengths)
             metadata = self._own_record
+            self.prepare(metadata, lengths)
+        else:
+            self._check_mask_usage(metadata)
         made = metadata.prepared(self.group_id)
         if made is None:
             if _is_compiling():
@@ -270,34 +279,43 @@ class Attention(nn.Module):
             assert made is not None
         return made
 
+    def _check_mask_usage(self, record: AttentionMetadata) -> None:
+        if self.request.mask_usage == "never" and record.attn_mask is not None and record.mask_mode != "none":
+            raise MetadataError(
+                f'role "{self.role}": the layer said mask_usage="never", and a record with attn_mask came; state the '
+                "masks it gets, or leave the mask out"
+            )
+
     def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
         if not self._routes:
             raise MetadataError(f'role "{self.role}": this layer only stated its request, it cannot run')
         lengths = check_tensors(self.request, query, key, value)
         if _is_compiling():
             if query.dtype not in self._dtypes:
-                raise MetadataError(f'role "{self.role}": {self._route} has no kernel for {query.dtype}')
+                raise MetadataError(f"{self._routes[0].label} has no kernel for {query.dtype}")
         elif query.dtype is not self._dtype:
             self._check_dtype(query.dtype)
         return lengths
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
-        """Judges a dtype that was unknown at construction, or another; a default or a declared fallback may move on."""
-        known, self.request = self.request, replace(self.request, dtype=str(dtype))
-        selection = self._routes[0].selection
-        device, spec = self._platform.device, selection.spec
-        if selection.backend_cls.validate_configuration(self.request, device, spec):
-            try:
-                self._settle()
-            except BackendRejectedError as error:
-                self.request = known
-                raise MetadataError(f"{error} (found in a call)") from error
+        """Judges a dtype that was unknown at construction, or another; a default or a declared fallback may move."""
+        request, current = replace(self.request, dtype=str(dtype)), self._routes[0].selection
+        try:
+            chosen = select(request, self._config, self._platform)
+            if (chosen.class_path, chosen.variant, chosen.index) != (
+                current.class_path,
+                current.variant,
+                current.index,
+            ):
+                self._settle(build_routes(request, self._config, self._platform, self.impl_overrides))
+        except BackendRejectedError as error:
+            raise MetadataError(f"{error} (dtype found in a call)") from error
         self._dtype = dtype
 
     def extra_repr(self) -> str:
         """Role and choice, for print(model)."""
         return (
-            f"role={self.role!r}, heads={self.request.num_heads}x{self.request.head_size}, runs={self._route}"
+            f"role={self.role!r}, heads={self.request.num_heads}x{self.request.head_size}, runs={self.route}"
         )
 
 
@@ -329,7 +347,7 @@ def prepare_attention(
         record = records.get(layer.role)
         if record is None or layer.custom_attention is not None:
             continue
-        wanted = lengths[layer.role]
+        wanted = (lengths[layer.role][0], lengths[layer.role][1])
         role, known = done.setdefault((id(record), layer.group_id), (layer.role, wanted))
         if known != wanted:
             raise MetadataError(

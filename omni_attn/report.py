@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
@@ -16,11 +17,12 @@ class ReportRow:
     Attributes:
         role, role_category: their labels.
         layers: how many; names: their names in the model.
-        backend, variant: what was selected ("custom_attention" where a module of the model's own runs).
-        impl: class that runs.
+        backend, variant: what was selected ("custom_attention" for a module of the model's own).
+        impl: class that runs, a fallback's if one was taken.
         source: where the choice comes from.
         reason: why this candidate, or why a fallback.
-        route: what was prepared last; fallbacks_taken: how many steps took a fallback.
+        route: what was prepared last, the selected backend or a fallback.
+        fallbacks_taken: how many preparations took a fallback.
     """
 
     role: str
@@ -65,17 +67,37 @@ def attention_report(model: nn.Module) -> AttentionReport:
 
 def _row(members: list[tuple[str, Attention]]) -> ReportRow:
     layer = members[0][1]
+    active = layer.active_route
+    common: dict[str, Any] = {
+        "role": layer.role,
+        "role_category": layer.role_category,
+        "layers": len(members),
+        "route": layer.route,
+        "fallbacks_taken": max(member.fallbacks_taken for _, member in members),
+        "names": tuple(name for name, _ in members),
+    }
+    if active is None:
+        own = layer.custom_attention
+        reason = (
+            "the layer only stated its request"
+            if own is None
+            else "the model brings its own attention module"
+        )
+        return ReportRow(
+            **common,
+            backend=layer.group_id,
+            variant=None,
+            impl="-" if own is None else type(own).__qualname__,
+            source="model",
+            reason=reason,
+        )
     selection = layer.selection
+    assert selection is not None
     return ReportRow(
-        role=layer.role,
-        role_category=layer.role_category,
-        layers=len(members),
-        backend=selection.backend if selection else "custom_attention",
-        variant=selection.variant if selection else None,
-        impl=type(layer.impl).__qualname__ if selection else type(layer.custom_attention).__qualname__,
-        source=selection.source if selection else "model",
-        reason=selection.reason() if selection else "the model brings its own attention module",
-        route=layer.route,
-        fallbacks_taken=max(member.fallbacks_taken for _, member in members),
-        names=tuple(name for name, _ in members),
+        **common,
+        backend=selection.backend,
+        variant=selection.variant,
+        impl=type(active.impl).__qualname__,
+        source=selection.source,
+        reason=layer.fallback_reason or selection.reason(),
     )

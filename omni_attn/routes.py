@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_attn.backends.metadata import BINDING_FIELDS, AttentionMetadata, Prepared
 from omni_attn.config.names import canonical_name
-from omni_attn.errors import BackendImportError, MetadataError
+from omni_attn.errors import BackendImportError
 from omni_attn.facts import AttentionRequest, KernelFacts
 from omni_attn.selector import Selection, later_fallbacks, log_selection, select
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from omni_attn.config import AttentionConfig
     from omni_attn.platforms import OmniPlatform
 
+Built = TypeVar("Built")
+
 _log = logging.getLogger("omni_attn")
+_passed_over: set[tuple[str, str, str]] = set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +34,20 @@ class Route:
     builder: AttentionMetadataBuilder
 
     @property
+    def label(self) -> str:
+        """Role, backend and variant, to head an error text."""
+        return f'role "{self.selection.request.role}": {self.selection.label}'
+
+    @property
     def facts(self) -> KernelFacts:
         """Limits of the variant that runs."""
         facts = self.selection.backend_cls.facts
         return next((v.facts for v in facts.variants if v.name == self.selection.variant), facts)
+
+    @property
+    def layer_inputs(self) -> frozenset[str]:
+        """Names of the per-layer tensors that the impl reads."""
+        return self.selection.backend_cls.facts.layer_inputs
 
 
 def build_routes(
@@ -61,6 +74,7 @@ def build_routes(
             if selection.spec is not None and not behind:
                 raise BackendImportError(f'role "{request.role}": {error}') from error
             broken[selection.label] = str(error)
+            _log_passed_over(selection, error)
             continue
         log_selection(selection)
         return (first, *(route for later in behind if (route := _build_fallback(later, overrides))))
@@ -70,16 +84,22 @@ def _build_fallback(selection: Selection, overrides: Mapping[str, type[Attention
     try:
         return _build_route(selection, overrides)
     except BackendImportError as error:
-        _log.warning('attention role "%s": fallback not available: %s', selection.request.role, error)
+        _log_passed_over(selection, error)
         return None
 
 
+def _log_passed_over(selection: Selection, error: BackendImportError) -> None:
+    key = (selection.request.role, selection.label, str(error))
+    if key not in _passed_over:
+        _passed_over.add(key)
+        _log.warning('attention role "%s": %s is passed over: %s', *key)
+
+
 def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route:
-    request, backend = selection.request, selection.backend_cls
+    request = selection.request
     impl_cls = _impl_class(selection, overrides)
-    builder_cls = impl_cls.builder_cls or backend.get_builder_cls()
-    assert request.num_heads is not None and request.num_kv_heads is not None
-    geometry: dict[str, Any] = {
+    builder_cls = impl_cls.builder_cls or selection.backend_cls.get_builder_cls()
+    geometry = {
         "num_heads": request.num_heads,
         "num_kv_heads": request.num_kv_heads,
         "head_size": request.head_size,
@@ -87,15 +107,27 @@ def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImp
         "causal": request.causal,
         "spec": selection.spec,
         "variant": selection.variant,
-        "window": request.window,
-        "value_head_size": request.value_head_size,
     }
-    return Route(selection, impl_cls(**geometry), builder_cls(**geometry))
+    beyond: dict[str, Any] = {}  # what an impl that knows only the seven above need not hear of
+    if request.window is not None:
+        beyond["window"] = request.window
+    if request.value_head_size != request.head_size:
+        beyond["value_head_size"] = request.value_head_size
+    impl = impl_cls(**geometry, **beyond)  # type: ignore[arg-type]
+    return Route(selection, impl, _construct_builder(builder_cls, {**geometry, **beyond}))
+
+
+def _construct_builder(builder_cls: type[Built], geometry: Mapping[str, Any]) -> Built:
+    """A builder may have a constructor of its own that takes only part of the geometry."""
+    parameters = inspect.signature(builder_cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return builder_cls(**geometry)
+    return builder_cls(**{name: value for name, value in geometry.items() if name in parameters})
 
 
 def _impl_class(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> type[AttentionImpl]:
     selected = selection.backend_cls.get_impl_cls()
-    override = {canonical_name(name): cls for name, cls in overrides.items()}.get(selection.backend)
+    override = overrides.get(selection.backend)
     if override is None:
         return selected
     if not (isinstance(override, type) and issubclass(override, selected)):
@@ -106,102 +138,26 @@ def _impl_class(selection: Selection, overrides: Mapping[str, type[AttentionImpl
     return override
 
 
+def canonical_overrides(
+    overrides: Mapping[Any, type[AttentionImpl]] | None,
+) -> dict[str, type[AttentionImpl]]:
+    """Overrides by public name; keys may be names in any case, or members of DiffusionAttentionBackendEnum."""
+    return {canonical_name(getattr(name, "name", name)): cls for name, cls in (overrides or {}).items()}
+
+
 def group_name(routes: tuple[Route, ...]) -> str:
     """A string that is equal for layers which share what a builder prepares.
 
     Backend, variant, impl class, spec and geometry of every route count. A string, since torch.compile cannot trace
     specs as dictionary keys.
     """
-    parts = []
+    parts: list[object] = []
     for route in routes:
-        impl, spec = route.impl, route.selection.spec
-        cls = type(impl)
-        parts.append(
-            (
-                *(route.selection.class_path, route.selection.variant, cls.__qualname__, id(cls)),
-                *(
-                    impl.num_heads,
-                    impl.num_kv_heads,
-                    impl.head_size,
-                    impl.value_head_size,
-                    impl.softmax_scale,
-                ),
-                *(impl.causal, impl.window, None if spec is None else spec.model_dump_json()),
-            )
-        )
+        selection, impl_cls, spec = route.selection, type(route.impl), route.selection.spec
+        request = selection.request
+        parts += [selection.class_path, selection.variant, impl_cls.__qualname__, id(impl_cls)]
+        parts += [request.num_heads, request.num_kv_heads, request.head_size, request.value_head_size]
+        parts += [request.softmax_scale, request.causal, request.window]
+        parts += [None if spec is None else spec.model_dump_json()]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     return f"{routes[0].selection.backend}:{type(routes[0].impl).__name__}:{digest}"
-
-
-def build_prepared(
-    routes: tuple[Route, ...], record: AttentionMetadata, lengths: tuple[int, int]
-) -> Prepared:
-    """What the first route that can express the record makes of it.
-
-    Raises:
-        MetadataError: the first route's refusal, if none can.
-    """
-    refusals: list[MetadataError] = []
-    for index, route in enumerate(routes):
-        try:
-            product = _build_product(route, record, lengths)
-        except MetadataError as error:
-            refusals.append(error)
-            continue
-        if index:
-            _log_fallback(route, refusals[0])
-        mask = record.attn_mask if record.mask_mode != "none" else None
-        packed = record.cu_seqlens_q is not None or record.packed_padding is not None
-        broadcast = mask is not None and mask.dim() == 4 and mask.shape[0] == 1
-        return Prepared(
-            product=product,
-            lengths=lengths,
-            route=index,
-            reads=route.builder.reads,
-            mask_batch=1 if packed else None if mask is None or broadcast else mask.shape[0],
-            mask_device=None if mask is None else mask.device,
-        )
-    raise refusals[0]
-
-
-def build_product(
-    builder: AttentionMetadataBuilder, record: AttentionMetadata, lengths: tuple[int, int]
-) -> object:
-    """What a builder makes of a record, none of whose binding fields it may overlook.
-
-    Raises:
-        MetadataError: the record states what the builder does not read, or cannot express.
-    """
-    unread = record.stated & BINDING_FIELDS - builder.reads
-    if record.hides_nothing:
-        unread -= {"attn_mask"}
-    if unread:
-        raise MetadataError(
-            f"cannot honour {', '.join(sorted(unread))}; TORCH_SDPA does: choose it for this role, or add it as "
-            "fallback"
-        )
-    return builder.build(record, lengths)
-
-
-def _build_product(route: Route, record: AttentionMetadata, lengths: tuple[int, int]) -> object:
-    request, backend = route.selection.request, route.selection.label
-    where = f'role "{request.role}": {backend}'
-    if request.mask_usage == "never" and not record.hides_nothing:
-        raise MetadataError(f'{where}: the layer said mask_usage="never", and a record with attn_mask came')
-    mask = record.attn_mask
-    if mask is not None and mask.dim() == 4 and mask.shape[1] not in (1, request.num_heads):
-        raise MetadataError(f"{where}: attn_mask has {mask.shape[1]} heads, the layer {request.num_heads}")
-    try:
-        return build_product(route.builder, record, lengths)
-    except MetadataError as error:
-        raise MetadataError(f"{where}: {error}") from error
-
-
-_logged_fallbacks: set[tuple[str, str, str]] = set()
-
-
-def _log_fallback(route: Route, refusal: MetadataError) -> None:
-    key = (route.selection.request.role, route.selection.label, str(refusal))
-    if key not in _logged_fallbacks:
-        _logged_fallbacks.add(key)
-        _log.warning('attention role "%s": fallback %s taken for this step: %s', *key)

@@ -8,7 +8,6 @@ AttentionImpl             one per layer: query, key, value, M -> output
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
@@ -106,10 +105,6 @@ class AttentionImpl(_LayerGeometry, ABC):
         The output has query's dtype and is contiguous; inputs may be strided and are not modified.
         """
 
-    def forward_for(self, metadata: Any) -> Callable[..., torch.Tensor]:
-        """What repeated calls with one M may run in place of `forward`: a shorter way to the same result."""
-        return self.forward
-
     def forward_with_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +143,8 @@ class AttentionBackend:
         needed = ["get_name"]
         if not lacking and cls.facts.stateless:
             needed += ["get_impl_cls", "get_builder_cls"]
+        if not lacking and cls.facts.paged:
+            needed += ["get_paged_impl_cls", "get_paged_builder_cls", "get_kv_cache_shape"]
         lacking += [f"{name}()" for name in needed if getattr(cls, name) is getattr(AttentionBackend, name)]
         if lacking:
             raise TypeError(f"backend class {cls.__name__} is incomplete: it lacks {', '.join(lacking)}")
@@ -166,6 +163,26 @@ class AttentionBackend:
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """The class that prepares a step."""
         raise TypeError("this backend has no stateless builder: its facts say stateless=False")
+
+    @staticmethod
+    def get_paged_impl_cls() -> type[Any]:
+        """The class of one layer's kernel over a paged KV cache."""
+        raise TypeError("this backend has no paged impl: its facts say paged=False")
+
+    @staticmethod
+    def get_paged_builder_cls() -> type[Any]:
+        """The class that prepares a step over a paged KV cache."""
+        raise TypeError("this backend has no paged builder: its facts say paged=False")
+
+    @staticmethod
+    def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        """Shape of the paged KV cache."""
+        raise TypeError("this backend has no KV cache: its facts say paged=False")
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int]:
+        """Page sizes that the kernel takes."""
+        raise TypeError("this backend has no KV cache: its facts say paged=False")
 
     @classmethod
     def validate_configuration(

@@ -43,6 +43,13 @@ class CuDNNAttentionImpl(MaskedImpl):
         super().__init__(**geometry)
         self._operator = cudnn_operator()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """An operator cannot be pickled; it is looked up again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_operator"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _operator=cudnn_operator())
+
     def attend(
         self,
         query: torch.Tensor,
@@ -118,7 +125,6 @@ class CuDNNAttentionBackend(AttentionBackend):
         error="2.3e-3",
         sequence_parallel=frozenset({"ulysses", "ring", "ulysses_ring", "allgather_kv"}),
         tested_on=("sm_90 (H200)",),
-        install="part of torch's CUDA builds",
     )
 
     @staticmethod

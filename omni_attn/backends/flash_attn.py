@@ -9,7 +9,6 @@ Key-padding masks run by packing: the kept keys are gathered behind one another 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -132,16 +131,6 @@ class FlashAttentionImpl(AttentionImpl):
             return self._varlen(query, key, value, metadata)
         return self._dense(query, key, value)
 
-    def forward_for(self, metadata: FlashMetadata) -> Callable[..., torch.Tensor]:
-        """See AttentionImpl.forward_for."""
-        is_plain = metadata.segments is None and metadata.packed is None
-        return self._plain_attention if is_plain else self.forward
-
-    def _plain_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
-    ) -> torch.Tensor:
-        return self.kernel.dense(query, key, value, self.softmax_scale, self.causal, self._window)
-
     def forward_with_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +190,6 @@ class FlashAttentionBackend(AttentionBackend):
         summary="FlashAttention 2 and 3 from their own packages",
         variants=FLASH_VARIANTS,
         error="2.3e-3",
-        install='pip install "omni-attn[fa3]" (Hopper) or "omni-attn[flash-attn]"',
     )
 
     @staticmethod

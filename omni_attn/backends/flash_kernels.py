@@ -16,6 +16,8 @@ from omni_attn.errors import BackendImportError
 from omni_attn.facts import BuildFlag, CapabilityRange, HeadSizes, KernelFacts, PackageRequirement, Variant
 from omni_attn.facts.backend import BFLOAT16, FLOAT16
 
+_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
+
 # Flags of FlashAttention 3's build; a missing head-size kernel takes the sizes above the next smaller one.
 _FA3_FLAGS = (
     BuildFlag(name="FLASHATTENTION_DISABLE_FP16", dtype=FLOAT16),
@@ -33,7 +35,7 @@ FA3_PACKAGES = (
     PackageRequirement(
         distribution="flash-attn-3",
         module="flash_attn_interface",
-        symbol="flash_attn_func",
+        symbols=_FUNCTIONS,
         config_module="flash_attn_config",
         flags=_FA3_FLAGS,
         install="pip install ./hopper in a checkout of flash-attention",
@@ -41,7 +43,7 @@ FA3_PACKAGES = (
     PackageRequirement(
         distribution="tokenspeed-fa3",
         module="flash_attn_interface",
-        symbol="flash_attn_func",
+        symbols=_FUNCTIONS,
         config_module="flash_attn_config",
         flags=_FA3_FLAGS,
         known_flags=frozenset({"FLASHATTENTION_DISABLE_BACKWARD", "FLASHATTENTION_DISABLE_HDIM96"}),
@@ -49,7 +51,7 @@ FA3_PACKAGES = (
     PackageRequirement(
         distribution="fa3-fwd",
         module="fa3_fwd_interface",
-        symbol="flash_attn_func",
+        symbols=_FUNCTIONS,
         config_module="fa3_fwd_config",
         flags=_FA3_FLAGS,
         known_flags=frozenset(
@@ -62,7 +64,7 @@ FA2_PACKAGES = (
     PackageRequirement(
         distribution="flash-attn",
         module="flash_attn",
-        symbol="flash_attn_func",
+        symbols=_FUNCTIONS,
         minimum="2.6",
         below="3",
         install='pip install "omni-attn[flash-attn]"',
@@ -127,7 +129,12 @@ class FlashKernel:
     ) -> torch.Tensor:
         """Output [B, Sq, H, D]."""
         output = self.flash_attn_func(
-            query_BSHD, key_BSGD, value_BSGD, softmax_scale=softmax_scale, causal=causal, window_size=window
+            _unit_stride(query_BSHD),
+            _unit_stride(key_BSGD),
+            _unit_stride(value_BSGD),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
         )
         return _first(output)
 
@@ -142,9 +149,9 @@ class FlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, Sq, H, D] and log-sum-exp [B, H, Sq] float32."""
         output = self.flash_attn_func(
-            query_BSHD,
-            key_BSGD,
-            value_BSGD,
+            _unit_stride(query_BSHD),
+            _unit_stride(key_BSGD),
+            _unit_stride(value_BSGD),
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window,
@@ -167,9 +174,9 @@ class FlashKernel:
     ) -> torch.Tensor:
         """Output [T, H, D]; rows behind the last boundary hold anything."""
         output = self.flash_attn_varlen_func(
-            query_THD,
-            key_TGD,
-            value_TGD,
+            _unit_stride(query_THD),
+            _unit_stride(key_TGD),
+            _unit_stride(value_TGD),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
@@ -191,6 +198,10 @@ class FlashKernel:
         return torch.ops.omni_attn.flash_attn_varlen(*rest, *window, self.module)  # type: ignore[no-any-return]
 
 
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _first(output: Any) -> torch.Tensor:
     """The output itself; some versions return the log-sum-exp beside it unasked."""
     tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -207,7 +218,8 @@ def import_flash_kernel(variant: str | None, head_size: int) -> FlashKernel:
     Raises:
         BackendImportError: no package of the variant is installed, or importing it fails, or a function is missing.
     """
-    packages = next(v.facts.packages for v in FLASH_VARIANTS if v.name == variant)
+    variants = [v for v in FLASH_VARIANTS if variant in (None, v.name)]
+    packages = [package for v in variants for package in v.facts.packages]
     for package in packages:
         if package.lacks_head_size(head_size):
             continue

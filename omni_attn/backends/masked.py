@@ -13,7 +13,7 @@ from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
 from omni_attn.ops.masks import combine_masks, document_mask, keep_finite, position_mask, rows_without_key
-from omni_attn.ops.segments import Segment, attend_segments
+from omni_attn.ops.segments import Segment, attend_segments, empty_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,8 @@ class MaskedImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionImpl.forward_with_lse."""
         check_metadata(self, metadata, MaskedMetadata)
+        if metadata.segments == ():
+            return empty_attention(query, value)
         if metadata.segments is not None:
             raise MetadataError(
                 f"{type(self).__name__}: LSE of packed sequences is not available; pass them one by one"

@@ -58,7 +58,8 @@ class Prepared:
         product: the backend's own metadata M.
         lengths: (query tokens, key tokens) it holds for.
         route: index of the impl that runs: 0 = the selected one, 1 = its first fallback, ...
-        reads: record fields that the builder reads.
+        reads: record fields that decided it.
+        refusal: why the routes before it could not, None for the selected one.
         mask_batch, mask_device: batch size (None = any) and device of the mask it was built from, None without one.
     """
 
@@ -66,6 +67,7 @@ class Prepared:
     lengths: tuple[int, int]
     route: int = 0
     reads: frozenset[str] = frozenset()
+    refusal: str | None = None
     mask_batch: int | None = None
     mask_device: torch.device | None = None
 
@@ -114,6 +116,13 @@ class AttentionMetadata:
     step_memo: dict[str, Prepared] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "vsa_dit_seq_shape"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.cu_seqlens_q is None and (self.max_seqlen_q is not None or self.max_seqlen_k is not None):
+            raise MetadataError(
+                "max_seqlen_q or max_seqlen_k without cu_seqlens_q: they belong to packed sequences"
+            )
         if self.mask_mode not in (None, "none", "padding", "arbitrary"):
             raise MetadataError(f"mask_mode={self.mask_mode!r}: needs 'none', 'padding', 'arbitrary' or None")
         if self.kv_lengths is not None and self.attn_mask is None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from enum import Enum
+import sys
+from enum import Enum, EnumMeta
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_attn.config.names import canonical_name, nearest
 from omni_attn.errors import BackendImportError, ConfigError
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "omni_attn.backends"
 
 
-class DiffusionAttentionBackendEnum(Enum):
+class _ByName(EnumMeta):
+    """Looks members up by name in any case, or by alias; an unknown name is a ConfigError with the nearest."""
+
+    def __getitem__(cls, name: str) -> Any:
+        key = canonical_name(name)
+        if key not in cls.__members__:
+            raise ConfigError(unknown_name_text(key))
+        return cls.__members__[key]
+
+
+class DiffusionAttentionBackendEnum(Enum, metaclass=_ByName):
     """The backends that come with omni_attn; the value is the default class path."""
 
     TORCH_SDPA = "omni_attn.backends.torch_sdpa.TorchSDPABackend"
@@ -49,15 +60,30 @@ def register_diffusion_backend(
     global _generation
     key = name.name if isinstance(name, DiffusionAttentionBackendEnum) else canonical_name(name)
     if isinstance(target, str):
-        path = target.replace(":", ".")
+        path = _dotted(target)
         _classes.pop(path, None)
     else:
         path = f"{target.__module__}.{target.__qualname__}"
-        if "<locals>" in path:  # classes that one function makes have one path
+        if not _leads_to(
+            target
+        ):  # a class that no path leads to (made in a function): the name tells it apart
             path = f"{path}#{key}"
         _classes[path] = _checked(target, path, key)
     _registered[key] = path
     _generation += 1
+
+
+def _dotted(path: str) -> str:
+    """ "module:Class" as "module.Class"; the colon stays where a class lies inside another one."""
+    module, colon, name = path.partition(":")
+    return f"{module}.{name}" if colon and "." not in name else path
+
+
+def _leads_to(target: type[AttentionBackend]) -> bool:
+    found: object = sys.modules.get(target.__module__)
+    for part in target.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is target
 
 
 def unregister_diffusion_backend(name: str) -> None:
@@ -122,16 +148,19 @@ def load_backend(class_path: str, name: str) -> type[AttentionBackend]:
         ConfigError: the module has no such class, or it is no backend, or it answers another name.
     """
     if class_path not in _classes:
-        module_name, _, class_name = class_path.rpartition(".")
+        colon = ":" in class_path
+        module_name, _, class_name = class_path.partition(":") if colon else class_path.rpartition(".")
         try:
-            module = importlib.import_module(module_name)
+            found: Any = importlib.import_module(module_name)
         except Exception as error:
             raise BackendImportError(f"{name}: module {module_name} cannot be imported: {error}") from error
-        if not hasattr(module, class_name):
-            raise ConfigError(
-                f"{name}: class {class_name} not found in module {module_name}; correct its class path"
-            )
-        _classes[class_path] = getattr(module, class_name)
+        for part in class_name.split("."):
+            if not hasattr(found, part):
+                raise ConfigError(
+                    f"{name}: class {class_name} not found in module {module_name}; correct its class path"
+                )
+            found = getattr(found, part)
+        _classes[class_path] = found
     return _checked(_classes[class_path], class_path, name)
 
 
@@ -142,7 +171,7 @@ def _checked(backend: type[AttentionBackend], class_path: str, name: str) -> typ
         raise ConfigError(
             f"{name}: {class_path} is no AttentionBackend; derive it from omni_attn.backends.abstract"
         )
-    if backend.get_name() != name:
+    if canonical_name(backend.get_name()) != name:
         raise ConfigError(
             f"{name}: {class_path}.get_name() answers {backend.get_name()!r}; registry key and name must be equal"
         )
@@ -151,4 +180,4 @@ def _checked(backend: type[AttentionBackend], class_path: str, name: str) -> typ
 
 @functools.cache
 def _entry_point_paths() -> dict[str, str]:
-    return {canonical_name(p.name): p.value.replace(":", ".") for p in entry_points(group=ENTRY_POINT_GROUP)}
+    return {canonical_name(p.name): _dotted(p.value) for p in entry_points(group=ENTRY_POINT_GROUP)}

@@ -109,6 +109,8 @@ def _read_packed(record: AttentionMetadata, mask: torch.Tensor | None, lengths: 
     host_q, host_k = _on_host(cu_q), _on_host(cu_k)
     if host_q is not None and host_k is not None:
         documents = _documents(host_q, host_k, lengths)
+        _longest("max_seqlen_q", record.max_seqlen_q, [d.query_end - d.query_start for d in documents])
+        _longest("max_seqlen_k", record.max_seqlen_k, [d.key_end - d.key_start for d in documents])
         if mask is not None:
             documents = _masked_documents(record, mask, host_k, documents)
         return Stated(segments=documents)
@@ -149,6 +151,13 @@ def _documents(cu_q: tuple[int, ...], cu_k: tuple[int, ...], lengths: tuple[int,
             raise MetadataError(f"{name}={cu}: needs boundaries that start at 0 and do not decrease")
         _within(f"{name}[-1]", cu[-1], total, "query" if name.endswith("q") else "key")
     return tuple(Segment(*q, *k) for q, k in zip(pairwise(cu_q), pairwise(cu_k), strict=True))
+
+
+def _longest(name: str, stated: int | None, found: list[int]) -> None:
+    if stated is not None and max(found, default=0) > stated:
+        raise MetadataError(
+            f"{name}={stated}, the longest packed sequence has {max(found)} tokens: make them agree"
+        )
 
 
 def _masked_documents(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from omni_attn.backends.abstract import AttentionBackend
-from omni_attn.backends.masked import MaskedImpl, MaskedMetadata, MaskedMetadataBuilder
+from omni_attn.backends.masked import MaskedImpl, MaskedMetadataBuilder
 from omni_attn.facts import BackendFacts
 from omni_attn.facts.backend import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from omni_attn.ops.masks import as_additive
@@ -26,10 +25,6 @@ class TorchSDPAImpl(MaskedImpl):
         shared_heads = self.num_kv_heads != self.num_heads
         self._bare = default_scale and not shared_heads and not self._positional
 
-    def forward_for(self, metadata: MaskedMetadata) -> Callable[..., torch.Tensor]:
-        """See AttentionImpl.forward_for."""
-        return _plain_attention if metadata.is_plain and self._bare else self.forward
-
     def attend(
         self,
         query: torch.Tensor,
@@ -39,6 +34,10 @@ class TorchSDPAImpl(MaskedImpl):
         is_causal: bool,
     ) -> torch.Tensor:
         """See MaskedImpl.attend."""
+        if (
+            self._bare and mask is None
+        ):  # the hot path of diffusion models: each argument left out saves host time
+            return F.scaled_dot_product_attention(query, key, value)
         grouped = self.num_kv_heads != self.num_heads
         if mask is not None:
             if mask.dtype != torch.bool:
@@ -82,13 +81,6 @@ class TorchSDPAImpl(MaskedImpl):
 
     def _expand(self, heads: torch.Tensor) -> torch.Tensor:
         return heads.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
-
-
-def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: MaskedMetadata
-) -> torch.Tensor:
-    output = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    return output.transpose(1, 2).contiguous()
 
 
 class TorchSDPABackend(AttentionBackend):

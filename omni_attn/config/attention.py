@@ -33,6 +33,7 @@ UNREAD_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "VLLM_ATTENTION_BACKEND": "set OMNI_ATTN_BACKEND",
         "FASTVIDEO_ATTENTION_BACKEND": "set OMNI_ATTN_BACKEND",
+        "DIFFUSERS_ATTN_BACKEND": "set OMNI_ATTN_BACKEND",
         "DIFFUSION_ATTENTION_QUANT": "write the `quant` block of a spec",
     }
 )

@@ -131,7 +131,6 @@ class BackendFacts(KernelFacts):
         numerics: "exact", "quantised" or "approximate"; only exact backends may be defaults.
         error: documented relative error against float64 in bfloat16, for instance "2.3e-3".
         stateless, paged: serves plain layers / layers with a paged KV cache.
-        install: the command that brings the package, None if torch is enough.
     """
 
     summary: str = ""
@@ -142,7 +141,6 @@ class BackendFacts(KernelFacts):
     error: str | None = None
     stateless: bool = True
     paged: bool = False
-    install: str | None = None
 
     @classmethod
     def of(cls, kernel: KernelFacts, **rest: Any) -> BackendFacts:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from packaging.utils import canonicalize_name
+
 from omni_attn.frozen import FrozenMapping
 
 
@@ -28,7 +30,7 @@ class DeviceInfo:
             gets the CPU's policy.
         name: short architecture label: "sm_90", "gfx942", "cpu".
         capability: compute capability where the family has one (cuda, musa).
-        packages: distribution name -> version of the installed packages that a backend may need.
+        packages: distribution name (any spelling) -> version of the installed packages that a backend may need.
         build_flags: distribution name -> build flags that are switched on in the wheel, for wheels that publish them.
         torch_version: version of torch, None if unknown.
         cudnn: cuDNN version as torch reports it (91900 = 9.19.0), None if there is none.
@@ -47,8 +49,9 @@ class DeviceInfo:
     product: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packages", FrozenMapping(self.packages))
-        object.__setattr__(self, "build_flags", FrozenMapping(self.build_flags))
+        for name in ("packages", "build_flags"):
+            by_distribution = {canonicalize_name(key): value for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, FrozenMapping(by_distribution))
         if self.capability is not None:
             object.__setattr__(self, "capability", DeviceCapability(*self.capability))
 

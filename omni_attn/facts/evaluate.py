@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omni_attn.facts.packages import package_reasons
 
 if TYPE_CHECKING:
-    from omni_attn.facts.backend import BackendFacts, KernelFacts
+    from omni_attn.facts.backend import BackendFacts, KernelFacts, Variant
     from omni_attn.facts.device import DeviceInfo
     from omni_attn.facts.request import AttentionRequest
 
@@ -17,12 +17,16 @@ def evaluate(facts: KernelFacts, request: AttentionRequest, device: DeviceInfo) 
     """Reasons why a kernel cannot serve a request on a device, each "needs X, found Y"; empty = it can.
 
     Unknown facts of the request (dtype None, head_size -1, no hints, mask_usage None) give no reason: they are
-    judged when they become known. On hardware that cannot run the kernel no package is asked for.
+    judged when they become known. For another kind of device no package is asked for. A backend with variants is judged
+    by them: it can where one of them can.
     """
-    hardware = tuple(_device_reasons(facts, device))
+    variants = getattr(facts, "variants", ())
+    if variants:
+        return _choose(variants, request, device)[1]
+    right_kind = not facts.device_kinds or device.kind in facts.device_kinds
     return (
-        *hardware,
-        *(() if hardware else package_reasons(facts.packages, request, device)),
+        *_device_reasons(facts, device),
+        *(package_reasons(facts.packages, request, device) if right_kind else ()),
         *_geometry_reasons(facts, request),
         *_feature_reasons(facts, request),
     )
@@ -50,6 +54,12 @@ def choose_variant(
     variants = [variant for variant in facts.variants if pinned in (None, variant.name)]
     if not variants:
         return None, (f"needs a variant of {', '.join(v.name for v in facts.variants)}, found {pinned!r}",)
+    return _choose(tuple(variants), request, device)
+
+
+def _choose(
+    variants: tuple[Variant, ...], request: AttentionRequest, device: DeviceInfo
+) -> tuple[str | None, tuple[str, ...]]:
     refused: dict[str, list[str]] = {}
     for variant in variants:
         reasons = evaluate(variant.facts, request, device)
@@ -57,9 +67,8 @@ def choose_variant(
             return variant.name, ()
         for reason in reasons:
             refused.setdefault(reason, []).append(variant.name)
-    everybody = len(variants)
     return None, tuple(
-        reason if len(names) == everybody else f"{', '.join(names)}: {reason}"
+        reason if len(names) == len(variants) else f"{', '.join(names)}: {reason}"
         for reason, names in refused.items()
     )
 
@@ -72,7 +81,11 @@ def _device_reasons(facts: KernelFacts, device: DeviceInfo) -> Iterator[str]:
         found = device.capability
         if found is None or not any(found in allowed for allowed in facts.capabilities):
             needed = " or ".join(map(str, facts.capabilities))
-            yield f"needs compute capability {needed}, found {found or 'none'} ({device.name})"
+            there = [
+                f"{p.distribution} {v}" for p in facts.packages if (v := device.packages.get(p.distribution))
+            ]
+            beside = f" with {', '.join(there)}" if there else ""
+            yield f"needs compute capability {needed}, found {found or 'none'} ({device.name}){beside}"
     for floor in facts.cudnn:
         applies = device.capability is not None and device.capability in floor.capabilities
         if applies and (device.cudnn is None or device.cudnn < floor.version):
@@ -90,15 +103,16 @@ def _geometry_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator
         yield f"needs dtype {' or '.join(sorted(facts.dtypes))}, found {request.dtype}"
     if request.head_size != -1 and request.head_size not in facts.head_sizes:
         yield f"needs head_size {facts.head_sizes}, found head_size={request.head_size}"
-    if not facts.value_head_size and request.value_head_size != request.head_size:
+    known_head = request.head_size != -1
+    if known_head and not facts.value_head_size and request.value_head_size != request.head_size:
         yield f"needs value_head_size = head_size, found {request.value_head_size} and {request.head_size}"
-    if not facts.gqa and request.num_kv_heads != request.num_heads:
+    if not facts.gqa and request.num_heads is not None and request.num_kv_heads != request.num_heads:
         yield f"needs num_kv_heads = num_heads, found {request.num_kv_heads} and {request.num_heads}"
     if not facts.unequal_lengths and request.unequal_lengths:
         yield f"needs equal query and key lengths, found {request.max_seqlen_q} and {request.max_seqlen_k}"
     if request.max_seqlen_k is not None and request.max_seqlen_k < facts.min_key_tokens:
         yield f"needs at least {facts.min_key_tokens} key tokens, found {request.max_seqlen_k}"
-    if not facts.custom_scale and not request.default_scale:
+    if known_head and not facts.custom_scale and not request.default_scale:
         yield f"needs softmax_scale = head_size ** -0.5, found {request.softmax_scale}"
 
 

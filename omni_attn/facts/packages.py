@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
     from omni_attn.facts.device import DeviceInfo
@@ -52,7 +52,7 @@ class PackageRequirement:
     Attributes:
         distribution: name on the package index.
         module: what is imported.
-        symbol: attribute that must be there once imported.
+        symbols: attributes that must be there once imported.
         config_module: module in which the wheel publishes its build flags; read as a file, never imported.
         minimum, below: accepted versions, minimum included, below not.
         flags: switches that matter, judged against what the wheel publishes.
@@ -62,7 +62,7 @@ class PackageRequirement:
 
     distribution: str
     module: str
-    symbol: str
+    symbols: tuple[str, ...] = ()
     config_module: str | None = None
     minimum: str | None = None
     below: str | None = None
@@ -80,8 +80,11 @@ class PackageRequirement:
         return self.install or f"pip install {self.distribution}"
 
     def accepts_version(self, found: str) -> bool:
-        """True where a version lies within the accepted range."""
-        version = Version(found)
+        """True where a version lies within the accepted range, or cannot be read as one."""
+        try:
+            version = Version(found)
+        except InvalidVersion:
+            return True
         return (self.minimum is None or version >= Version(self.minimum)) and (
             self.below is None or version < Version(self.below)
         )
@@ -101,7 +104,7 @@ class PackageRequirement:
         found = device.packages.get(self.distribution)
         if found is None:
             return None
-        if found != UNKNOWN_VERSION and not self.accepts_version(found):
+        if not self.accepts_version(found):
             return (f"needs {self}, found {found}",)
         on = device.build_flags.get(self.distribution, self.known_flags)
         return tuple(

@@ -9,6 +9,7 @@ from typing import Literal
 MaskUsage = Literal["never", "padding", "arbitrary"]
 SequenceParallel = Literal["ulysses", "ring", "ulysses_ring", "allgather_kv"]
 
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 MASK_USAGES = (None, "never", "padding", "arbitrary")
 SEQUENCE_PARALLEL_MODES = (None, "ulysses", "ring", "ulysses_ring", "allgather_kv")
 
@@ -74,6 +75,10 @@ class AttentionRequest:
                 )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+            if self.dtype not in DTYPES:
+                raise ValueError(
+                    f"dtype={self.dtype!r}: needs one of {', '.join(DTYPES)}, or None if unknown"
+                )
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.value_head_size is None:
@@ -96,14 +101,17 @@ class AttentionRequest:
             object.__setattr__(self, "window", (left, right))
 
     def _check_counts(self) -> None:
-        if self.head_size != -1 and self.head_size < 1:
-            raise ValueError(
-                f"head_size={self.head_size}: needs a positive number of channels, or -1 if unknown"
-            )
-        for name in ("num_heads", "num_kv_heads", "max_seqlen_q", "max_seqlen_k"):
+        counts = {"num_heads": 1, "num_kv_heads": 1, "max_seqlen_q": 0, "max_seqlen_k": 0}
+        for name, least in counts.items():
             count = getattr(self, name)
-            if count is not None and count < (0 if name.startswith("max") else 1):
-                raise ValueError(f"{name}={count}: needs a positive count, or None if unknown")
+            if count is not None and not _is_count(count, least):
+                raise ValueError(
+                    f"{name}={count!r}: needs a whole number from {least} on, or None if unknown"
+                )
+        for name in ("head_size", "value_head_size"):
+            size = getattr(self, name)
+            if size != -1 and not _is_count(size, 1):
+                raise ValueError(f"{name}={size!r}: needs a positive number of channels, or -1 if unknown")
         if (
             self.num_heads is not None
             and self.num_kv_heads is not None
@@ -124,3 +132,7 @@ class AttentionRequest:
         """True where the hints say that query and key lengths differ."""
         hints = (self.max_seqlen_q, self.max_seqlen_k)
         return None not in hints and hints[0] != hints[1]
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -30,3 +30,10 @@ def attend_segments(
         if segment.query_end > segment.query_start and segment.key_end > segment.key_start:
             output[:, rows] = attend(query[:, rows], key[:, keys], value[:, keys])
     return output
+
+
+def empty_attention(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over no key: zeros [B, Sq, H, Dv], and a log-sum-exp [B, H, Sq] of -inf in float32."""
+    batch, length, heads, _ = query.shape
+    lse = torch.full((batch, heads, length), float("-inf"), dtype=torch.float32, device=query.device)
+    return query.new_zeros(batch, length, heads, value.shape[-1]), lse

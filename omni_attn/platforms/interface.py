@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from omni_attn.backends import registry
 from omni_attn.config import AttentionSpec
-from omni_attn.errors import BackendImportError, BackendRejectedError, NoBackendError
+from omni_attn.errors import BackendImportError, BackendRejectedError, ConfigError, NoBackendError
 from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
 
 
@@ -18,7 +18,7 @@ class OrderRow:
 
     Attributes:
         order: backend names, best first.
-        min_key_tokens: lower limit on max_seqlen_k; None = the row for requests without that hint.
+        min_key_tokens: lower limit on max_seqlen_k. 0 holds for every request, None only for those without that hint.
         needs: (backend, variant) that the order was measured with; the row holds only where it serves the request.
     """
 
@@ -29,7 +29,7 @@ class OrderRow:
     def fits(self, key_tokens: int | None) -> bool:
         """Whether the row is meant for a hint on key tokens, or for none."""
         if key_tokens is None or self.min_key_tokens is None:
-            return key_tokens is self.min_key_tokens is None
+            return key_tokens is None and not self.min_key_tokens
         return key_tokens >= self.min_key_tokens
 
 
@@ -122,8 +122,9 @@ class OmniPlatform:
         if spec is None:
             every = "".join(f"\n  {verdict}" for verdict in verdicts)
             return NoBackendError(
+                verdicts,
                 f'role "{request.role}": no backend of the platform\'s default order can run on {self.device.name}:'
-                f"{every}\nChange what the layer needs, or install one of the packages named above."
+                f"{every}\nChange what the layer needs, or install one of the packages named above.",
             )
         first, *fallbacks = verdicts
         asked = f"{spec.backend} variant {spec.variant}" if spec.variant else spec.backend
@@ -138,13 +139,20 @@ class OmniPlatform:
             for v in self.evaluate(None, request)
             if v.accepted and (v.backend != spec.backend or spec.variant)
         ]
-        if not accepted:
-            return BackendRejectedError(
-                f"{text} Nothing in the default order can run this layer here either."
+        if accepted:
+            text += (
+                f" Accepted here: {', '.join(v.label for v in accepted)}. To choose for this role alone, write "
+                f"`per_role: {{{request.role}: {{backend: {accepted[0].backend}}}}}`."
             )
+        else:
+            text += " Nothing in the default order can run this layer here either."
         return BackendRejectedError(
-            f"{text} Accepted here: {', '.join(v.label for v in accepted)}. To choose for this role alone, write "
-            f"`per_role: {{{request.role}: {{backend: {accepted[0].backend}}}}}`."
+            text,
+            role=request.role,
+            backend=spec.backend,
+            source=source,
+            reasons=first.reasons,
+            alternatives=tuple(verdict.backend for verdict in accepted),
         )
 
     def _serves(self, name: str, variant: str, request: AttentionRequest) -> bool:
@@ -159,19 +167,20 @@ class OmniPlatform:
         broken: Mapping[str, str],
     ) -> Verdict:
         path = self.class_path(name)
+        verdict = Verdict(name, path, spec.variant if spec else None, index=index)
         if name in self.bans:
-            return Verdict(
-                name, path, reasons=(f"never used on {self.device.kind}: {self.bans[name]}",), index=index
-            )
+            return replace(verdict, reasons=(f"never used on {self.device.kind}: {self.bans[name]}",))
         try:
             backend = registry.load_backend(path, name)
-        except BackendImportError as error:
-            return Verdict(name, path, reasons=(str(error),), index=index)
-        reasons = backend.validate_configuration(request, self.device, spec)
+        except (BackendImportError, ConfigError) as error:
+            if spec is not None and isinstance(error, ConfigError):
+                raise
+            return replace(verdict, reasons=(str(error),))
+        reasons = tuple(backend.validate_configuration(request, self.device, spec))
         if spec is None and backend.facts.numerics != "exact":
-            reasons = [*reasons, f"needs exact numerics for a default, found {backend.facts.numerics}"]
+            reasons += (f"needs exact numerics for a default, found {backend.facts.numerics}",)
         if reasons:
-            return Verdict(name, path, reasons=tuple(reasons), index=index)
-        accepted = Verdict(name, path, backend.select_variant(request, self.device, spec), index=index)
+            return replace(verdict, reasons=reasons)
+        accepted = replace(verdict, variant=backend.select_variant(request, self.device, spec))
         why = broken.get(accepted.label)
-        return accepted if why is None else replace(accepted, variant=None, reasons=(why,))
+        return accepted if why is None else replace(accepted, reasons=(why,))

@@ -30,29 +30,45 @@ class AttentionScope:
     """What a constructor of a layer reads.
 
     Attributes:
-        config: the choice of backends.
-        platform: the machine.
+        config: the choice of backends; None = an empty one, which a documented environment variable may fill.
+        platform: the machine; None = this one.
         dtype: name of the dtype the model will run in, None if unknown.
         lengths: role -> (query tokens, key tokens) expected.
         collected: where layers leave their requests in place of selecting, None in ordinary use.
     """
 
-    config: AttentionConfig
-    platform: OmniPlatform
+    config: AttentionConfig | None = None
+    platform: OmniPlatform | None = None
     dtype: str | None = None
     lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     collected: list[CollectedLayer] | None = None
+
+    def config_for(
+        self, given: AttentionConfig | Mapping[str, object] | str | None = None
+    ) -> AttentionConfig:
+        """The config that a layer follows: its own, else the one in force, else an empty one."""
+        if given is not None:
+            return as_config(given)
+        return AttentionConfig().with_environment(os.environ) if self.config is None else self.config
+
+    def platform_or_current(self) -> OmniPlatform:
+        """The platform in force, else this machine's."""
+        return current_omni_platform() if self.platform is None else self.platform
 
 
 _scope: ContextVar[AttentionScope | None] = ContextVar("omni_attn_scope", default=None)
 
 
 def current_scope() -> AttentionScope:
-    """The scope in force; without one, an empty config that a documented environment variable may fill."""
-    scope = _scope.get()
-    if scope is not None:
-        return scope
-    return AttentionScope(AttentionConfig().with_environment(os.environ), current_omni_platform())
+    """The scope in force; outside of any, an empty one."""
+    return _scope.get() or AttentionScope()
+
+
+def as_config(config: AttentionConfig | Mapping[str, object] | str | None) -> AttentionConfig:
+    """An AttentionConfig of anything that load_config takes; None = empty."""
+    if config is None:
+        return AttentionConfig()
+    return config if isinstance(config, AttentionConfig) else load_config(config)
 
 
 @contextmanager
@@ -64,7 +80,7 @@ def use_attention_config(
     dtype: str | torch.dtype | None = None,
     lengths: Mapping[str, tuple[int, int]] | None = None,
 ) -> Iterator[AttentionConfig]:
-    """Attention layers constructed inside follow this config; nothing reads it in forward.
+    """Attention layers constructed inside follow this config; nothing reads it in forward, nor what is around it.
 
     Args:
         config: an AttentionConfig, or anything that load_config takes; None = empty.
@@ -79,15 +95,12 @@ def use_attention_config(
     """
     if platform is not None and device is not None:
         raise TypeError("use_attention_config: platform and device both name the machine; give one of them")
-    if config is None:
-        config = AttentionConfig().with_environment(os.environ)
-    elif not isinstance(config, AttentionConfig):
-        config = load_config(config)
+    used = AttentionScope().config_for(config)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     chosen = current_omni_platform(platform if platform is not None else device)
-    token = _scope.set(AttentionScope(config, chosen, name, dict(lengths or {})))
+    token = _scope.set(AttentionScope(used, chosen, name, dict(lengths or {})))
     try:
-        yield config
+        yield used
     finally:
         _scope.reset(token)
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from omni_attn.backends import registry
 from omni_attn.config import AttentionConfig, AttentionSpec
+from omni_attn.errors import ConfigError
 from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
 from omni_attn.frozen import FrozenMapping
 from omni_attn.platforms import OmniPlatform, current_omni_platform
-from omni_attn.selector.scope import current_scope
+from omni_attn.selector.scope import as_config, current_scope
 
 if TYPE_CHECKING:
     from omni_attn.backends.abstract import AttentionBackend
@@ -77,7 +78,7 @@ class Selection:
 
 def select(
     request: AttentionRequest,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | Mapping[str, object] | str | None = None,
     platform: OmniPlatform | DeviceInfo | None = None,
     *,
     broken: Mapping[str, str] | None = None,
@@ -86,7 +87,7 @@ def select(
 
     Args:
         request: what the layer needs.
-        config: the choice of backends, None = empty.
+        config: the choice of backends, or anything that load_config takes; None = empty.
         platform: the machine, or facts of one; None = this machine.
         broken: label of a verdict -> why that kernel turned out unusable when it was constructed.
 
@@ -95,15 +96,22 @@ def select(
         NoBackendError: no default candidate can run here.
         ConfigError: a name that nobody registered.
     """
-    spec, source = (config or AttentionConfig()).resolve(request.role, request.role_category)
-    chosen = current_omni_platform(platform)
+    spec, label = as_config(config).resolve(request.role, request.role_category)
+    source = label or PLATFORM_DEFAULT
+    text = None if spec is None else spec.model_dump_json()  # tells True from 1, which == does not
     why = FrozenMapping(broken or {})
-    return _select(spec, source or PLATFORM_DEFAULT, request, chosen, why, registry.generation())
+    try:
+        return _select(
+            spec, text, source, request, current_omni_platform(platform), why, registry.generation()
+        )
+    except ConfigError as error:
+        raise ConfigError(f'role "{request.role}": {error} (from {source})') from error
 
 
 @functools.lru_cache(maxsize=4096)
 def _select(
     spec: AttentionSpec | None,
+    spec_text: str | None,
     source: str,
     request: AttentionRequest,
     platform: OmniPlatform,
@@ -148,13 +156,15 @@ def get_attn_backend_for_role(
     role: str | None = None,
     head_size: int | None = None,
     *,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | Mapping[str, object] | str | None = None,
     role_category: str | None = None,
     platform: OmniPlatform | DeviceInfo | None = None,
     allow_trtllm_default: bool = False,
     request: AttentionRequest | None = None,
 ) -> tuple[type[AttentionBackend], AttentionSpec | None]:
     """The backend class of a role, and the person's spec; None as spec means that nobody asked for one.
+
+    Nothing is constructed: a package that is installed but broken shows only when a layer is built.
 
     Args:
         role, head_size, role_category: the layer, where no request is given; head_size -1 = unknown.
@@ -185,8 +195,8 @@ def get_attn_backend_for_role(
             mask_usage="never" if allow_trtllm_default else None,
         )
     scope = current_scope()
-    chosen = scope.platform if platform is None else platform
-    selection = select(request, scope.config if config is None else config, chosen)
+    chosen = scope.platform_or_current() if platform is None else platform
+    selection = select(request, scope.config_for(config), chosen)
     log_selection(selection)
     return selection.backend_cls, selection.spec
 

@@ -22,7 +22,7 @@ from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest, DeviceInfo, KernelFacts, evaluate
 from omni_attn.ops.reference import reference_attention
-from omni_attn.routes import build_product
+from omni_attn.products import build_product
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Without a machine only what a request asks of the kernel is judged: the limits on hardware and packages are left out.
@@ -34,7 +34,7 @@ class BackendConformance:
     """One factory method to write, `get_backend`; the attributes say where and how to run.
 
     Attributes:
-        variant: which variant, None for a backend without variants.
+        variant: which variant; None = the first of the facts, if there are any.
         dtype, device: of the tensors.
         head_size: a size that the backend takes; heads, kv_heads: query heads and shared key-value heads.
         machine: facts of the machine that the kernels run on, None for stand-ins.
@@ -77,7 +77,7 @@ class BackendConformance:
     def facts(self) -> KernelFacts:
         """Facts of the variant under test."""
         facts = self.get_backend().facts
-        return next((v.facts for v in facts.variants if v.name == self.variant), facts)
+        return next((v.facts for v in facts.variants if self.variant in (None, v.name)), facts)
 
     def tensors(
         self, batch: int, queries: int, keys: int, *, kv_heads: int | None = None, seed: int = 0
@@ -116,7 +116,7 @@ class BackendConformance:
             "head_size": query.shape[3],
             "value_head_size": value.shape[3],
             "softmax_scale": query.shape[3] ** -0.5,
-            "variant": self.variant,
+            "variant": self.variant or next((v.name for v in self.get_backend().facts.variants), None),
             **geometry,
         }
         impl_cls = self.get_backend().get_impl_cls()
@@ -159,7 +159,10 @@ class BackendConformance:
 
     def test_dense_equals_reference(self) -> None:
         """[B, S, H, D] in and out, also where a swap of dimensions would fit by shape."""
-        for batch, queries, keys in ((1, self.heads, self.heads), (2, 5, 5), (1, 7, 3), (2, 3, 9)):
+        shapes = [(1, self.heads, self.heads), (2, 5, 5)]
+        if self.facts.unequal_lengths:
+            shapes += [(1, 7, 3), (2, 3, 9)]
+        for batch, queries, keys in shapes:
             query, key, value = self.tensors(batch, queries, keys)
             output = self.run(query, key, value)
             self.close(output, reference_attention(query, key, value)[0])

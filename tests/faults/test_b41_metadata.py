@@ -15,7 +15,7 @@ import torch
 
 from omni_attn import AttentionMetadata, PackedPadding, VideoLayout
 from omni_attn.ops.reference import reference_attention
-from omni_attn.routes import build_product
+from omni_attn.products import build_product
 from tests.layer.stands import STANDS, Stand, assert_close, every_stand, outcome_of, tensors
 
 CALL = tensors(1, 6, 6)

@@ -141,7 +141,7 @@ def needed_packages() -> Iterator[Any]:
 
 def faulty(package: PackageRequirement, fault: str) -> AbstractContextManager[Any]:
     if fault == "symbol is None":
-        return fake_package(package.module, **{package.symbol: None})
+        return fake_package(package.module, **{package.symbols[0]: None})
     return fake_package(package.module, raises=ImportError("libkernel.so: undefined symbol: _ZN2at"))
 
 
@@ -164,7 +164,7 @@ def test_b20_construction_finds_it_on_every_path(
             Attention(*geometry, role="self", config=choose({"per_role": {"self": spec}}))
     [text] = {str(caught.value) for caught in (one_layer, whole_model, own_config)}
     assert name in text and '"self"' in text and package.module in text
-    assert (package.symbol if fault == "symbol is None" else "undefined symbol: _ZN2at") in text
+    assert (package.symbols[0] if fault == "symbol is None" else "undefined symbol: _ZN2at") in text
 
 
 # --- B22 a machine without CUDA

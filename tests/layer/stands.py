@@ -23,7 +23,7 @@ from omni_attn.facts import AttentionRequest, KernelFacts
 from omni_attn.layer import Attention
 from omni_attn.platforms import OmniPlatform, current_omni_platform
 from omni_attn.platforms.assumed import ASSUMED_NAMES
-from omni_attn.routes import build_product
+from omni_attn.products import build_product
 from omni_attn.selector import use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
 

@@ -17,8 +17,10 @@ KEEP = torch.tensor([[True, True, True, False]])
 
 def test_nothing_is_stated_by_an_empty_record() -> None:
     assert AttentionMetadata().stated == frozenset()
-    record = AttentionMetadata(attn_mask=KEEP, step=0, sigma=0.0, max_seqlen_q=0)
-    assert record.stated == {"attn_mask", "step", "sigma", "max_seqlen_q"}
+    record = AttentionMetadata(cu_seqlens_q=(0, 0), step=0, sigma=0.0, max_seqlen_q=0)
+    assert record.stated == {"cu_seqlens_q", "step", "sigma", "max_seqlen_q"}
+    with pytest.raises(MetadataError, match="max_seqlen_k"):
+        AttentionMetadata(max_seqlen_k=4)
 
 
 def test_records_are_frozen_and_compare_by_identity() -> None:

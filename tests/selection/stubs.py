@@ -123,7 +123,7 @@ class PackagedBackend(PlainBackend):
             PackageRequirement(
                 distribution="omni-attn-test-kernel",
                 module="omni_attn_test_kernel",
-                symbol="attend",
+                symbols=("attend",),
                 minimum="1.2",
             ),
         ),

@@ -174,9 +174,10 @@ def _select_for(
     Assumed facts of a device of the same kind stay in force.
     """
     scope = current_scope()
-    same_kind = device is None or torch.device(device).type == scope.platform.device.kind
-    platform = scope.platform if same_kind else current_omni_platform(device)
-    return use_attention_config(scope.config, platform=platform, dtype=dtype, lengths=scope.lengths)
+    platform = scope.platform_or_current()
+    if device is not None and torch.device(device).type != platform.device.kind:
+        platform = current_omni_platform(device)
+    return use_attention_config(scope.config_for(), platform=platform, dtype=dtype, lengths=scope.lengths)
 
 
 def unpatchify(patches_BSC: Tensor, grid: Grid, patch_size: tuple[int, int, int]) -> Tensor:

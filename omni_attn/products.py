@@ -1,0 +1,92 @@
+"""From a record to what a group of layers needs of it: the first route whose builder can express the record."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from omni_attn.backends.metadata import BINDING_FIELDS, AttentionMetadata, Prepared
+from omni_attn.errors import MetadataError
+from omni_attn.routes import Route
+
+if TYPE_CHECKING:
+    from omni_attn.backends.abstract import AttentionMetadataBuilder
+
+_log = logging.getLogger("omni_attn")
+_logged: set[tuple[str, str]] = set()
+
+
+def build_prepared(
+    routes: tuple[Route, ...], record: AttentionMetadata, lengths: tuple[int, int]
+) -> Prepared:
+    """What the first route that can express the record makes of it.
+
+    Raises:
+        MetadataError: the first route's refusal, if none can.
+    """
+    reads: frozenset[str] = frozenset()
+    refusals: list[MetadataError] = []
+    for index, route in enumerate(routes):
+        reads |= frozenset(route.builder.reads)  # a refusal may rest on any field that its builder reads
+        try:
+            _check_heads(route, record)
+            product = build_product(route.builder, record, lengths)
+        except MetadataError as error:
+            refusals.append(MetadataError(f"{route.label}: {error}"))
+            continue
+        refusal = str(refusals[0]) if refusals else None
+        if refusal is not None:
+            _log_fallback(route, refusal)
+        mask = None if record.mask_mode == "none" else record.attn_mask
+        return Prepared(
+            product=product,
+            lengths=lengths,
+            route=index,
+            reads=reads,
+            refusal=refusal,
+            mask_batch=_batch_of(record),
+            mask_device=None if mask is None or record.hides_nothing else mask.device,
+        )
+    raise refusals[0]
+
+
+def build_product(
+    builder: AttentionMetadataBuilder, record: AttentionMetadata, lengths: tuple[int, int]
+) -> object:
+    """What a builder makes of a record, none of whose binding fields it may overlook.
+
+    Raises:
+        MetadataError: the record states what the builder does not read, or cannot express.
+    """
+    unread = record.stated & BINDING_FIELDS - frozenset(builder.reads)
+    if record.hides_nothing:
+        unread -= {"attn_mask"}
+    if unread:
+        raise MetadataError(
+            f"cannot honour {', '.join(sorted(unread))}; TORCH_SDPA does: choose it for this role, or add it as "
+            "fallback"
+        )
+    return builder.build(record, lengths)
+
+
+def _check_heads(route: Route, record: AttentionMetadata) -> None:
+    mask, heads = record.attn_mask, route.selection.request.num_heads
+    if mask is not None and mask.dim() == 4 and mask.shape[1] not in (1, heads):
+        raise MetadataError(f"attn_mask has {mask.shape[1]} heads, the layer {heads}")
+
+
+def _batch_of(record: AttentionMetadata) -> int | None:
+    """The batch size that a record is good for, None = any."""
+    if record.cu_seqlens_q is not None or record.packed_padding is not None:
+        return 1
+    mask = record.attn_mask
+    if mask is None or record.mask_mode == "none" or (mask.dim() == 4 and mask.shape[0] == 1):
+        return None
+    return mask.shape[0]
+
+
+def _log_fallback(route: Route, refusal: str) -> None:
+    key = (route.label, refusal)
+    if key not in _logged:
+        _logged.add(key)
+        _log.warning("attention %s is the fallback taken; %s", *key)
