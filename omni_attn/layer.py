@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling as _is_compiling
+from torch.nn.modules.module import _has_any_global_hook
 
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
 from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
@@ -142,11 +143,8 @@ class Attention(nn.Module):
         self._dtype: torch.dtype | None = None if stated is None else getattr(torch, stated)
         self._own_record = AttentionMetadata()  # of calls that state nothing
         self._active: Prepared | None = None
-        self._last: tuple[Prepared, Any, Any] = (
-            _NEVER_MADE,
-            (),
-            None,
-        )  # product, shapes and dtype, impl: see forward
+        # The last call that was checked in full: product, shapes with dtype, impl. See forward.
+        self._last: tuple[Prepared, Any, Any] = (_NEVER_MADE, (), None)
 
     @property
     def selection(self) -> Selection | None:
@@ -200,6 +198,21 @@ class Attention(nn.Module):
             record.keep(self.group_id, made)
         self._active = made
         self.fallbacks_taken += made.route > 0
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """See forward. nn.Module's own way takes longer than all else here, and is left out where no hook needs it."""
+        hooks = (
+            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        )
+        if hooks or self._compiled_call_impl is not None or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return super().__call__(query, key, value, metadata)  # type: ignore[no-any-return]
+        return self.forward(query, key, value, metadata)
 
     def forward(
         self,
@@ -289,6 +302,11 @@ class Attention(nn.Module):
     def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
         if not self._routes:
             raise MetadataError(f'role "{self.role}": this layer only stated its request, it cannot run')
+        if self.request.sequence_parallel is not None:
+            raise MetadataError(
+                f'role "{self.role}": sequence_parallel={self.request.sequence_parallel!r} was stated, and this '
+                "version does not communicate: it would attend to one rank's tokens only. Leave it out to run on one device"
+            )
         lengths = check_tensors(self.request, query, key, value)
         if _is_compiling():
             if query.dtype not in self._dtypes:

@@ -114,17 +114,12 @@ class AttentionImpl(_LayerGeometry, ABC):
         )
 
 
-def check_metadata(impl: AttentionImpl, metadata: object, expected: type) -> None:
-    """Refuses what this impl's builder did not make; a record is prepared by the Attention layer.
-
-    Raises:
-        MetadataError: metadata is of another type; both are named.
-    """
-    if not isinstance(metadata, expected):
-        raise MetadataError(
-            f"{impl.backend or type(impl).__name__} needs the {expected.__name__} that its builder makes, found "
-            f"{type(metadata).__name__}: hand records to the Attention layer, which prepares them for its backend"
-        )
+def foreign_metadata(impl: AttentionImpl, metadata: object, expected: type) -> MetadataError:
+    """The error for an M that this impl's builder did not make; records are prepared by the Attention layer."""
+    return MetadataError(
+        f"{impl.backend or type(impl).__name__} needs the {expected.__name__} that its builder makes, found "
+        f"{type(metadata).__name__}: hand records to the Attention layer, which prepares them for its backend"
+    )
 
 
 class AttentionBackend:

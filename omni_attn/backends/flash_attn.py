@@ -18,7 +18,7 @@ from omni_attn.backends.abstract import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
-    check_metadata,
+    foreign_metadata,
 )
 from omni_attn.backends.flash_kernels import FLASH_FACTS, FLASH_VARIANTS, FlashKernel, import_flash_kernel
 from omni_attn.backends.metadata import AttentionMetadata
@@ -124,7 +124,8 @@ class FlashAttentionImpl(AttentionImpl):
         **layer_inputs: torch.Tensor,
     ) -> torch.Tensor:
         """See AttentionImpl.forward."""
-        check_metadata(self, metadata, FlashMetadata)
+        if not isinstance(metadata, FlashMetadata):
+            raise foreign_metadata(self, metadata, FlashMetadata)
         if metadata.segments is not None:
             return attend_segments(self._dense, query, key, value, metadata.segments)
         if metadata.packed is not None:
@@ -135,7 +136,8 @@ class FlashAttentionImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: FlashMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionImpl.forward_with_lse."""
-        check_metadata(self, metadata, FlashMetadata)
+        if not isinstance(metadata, FlashMetadata):
+            raise foreign_metadata(self, metadata, FlashMetadata)
         if metadata.segments is not None or metadata.packed is not None:
             raise MetadataError(
                 "FLASH_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder, check_metadata
+from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder, foreign_metadata
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
@@ -99,7 +99,8 @@ class MaskedImpl(AttentionImpl):
         **layer_inputs: torch.Tensor,
     ) -> torch.Tensor:
         """See AttentionImpl.forward."""
-        check_metadata(self, metadata, MaskedMetadata)
+        if not isinstance(metadata, MaskedMetadata):
+            raise foreign_metadata(self, metadata, MaskedMetadata)
         if metadata.is_plain and not self._positional:  # the hot path of diffusion models, kept short
             output = self.attend(
                 query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, False
@@ -115,7 +116,8 @@ class MaskedImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: MaskedMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionImpl.forward_with_lse."""
-        check_metadata(self, metadata, MaskedMetadata)
+        if not isinstance(metadata, MaskedMetadata):
+            raise foreign_metadata(self, metadata, MaskedMetadata)
         if metadata.segments == ():
             return empty_attention(query, value)
         if metadata.segments is not None:

@@ -45,8 +45,9 @@ def device_line(explanation: PipelineExplanation, *, assumed: bool) -> str:
     """The device, the dtype and the packages that count, in one line."""
     device = explanation.device
     packages = ", ".join(f"{name} {version}" for name, version in device.packages.items()) or "none"
-    kind = "assumed" if assumed else device.product or device.kind
-    return f"{device.name} ({kind}), {explanation.dtype}; kernel packages: {packages}"
+    kind = "assumed" if assumed else device.product
+    name = f"{device.name} ({kind})" if kind else device.name
+    return f"{name}, {explanation.dtype}; kernel packages: {packages}"
 
 
 def verdict_rows(role: RoleExplanation) -> Iterator[tuple[str, ...]]:

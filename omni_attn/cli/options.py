@@ -14,7 +14,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Replace one key of the file, for example attention.per_role.cross.backend=TORCH_SDPA. Repeatable.",
+        help="Replace one key of the file, as in attention.default=TORCH_SDPA. Repeatable.",
         default_factory=list,
         show_default=False,
     ),

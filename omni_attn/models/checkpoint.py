@@ -97,6 +97,21 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     return shards
 
 
+def load_part(loader: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """What `loader`, a `from_pretrained` of diffusers or transformers, makes of one part of a checkpoint.
+
+    Raises:
+        ConfigError: it cannot be loaded; the library's own words are in the text.
+    """
+    try:
+        return loader(str(folder), local_files_only=True, **options)
+    except Exception as error:  # they pass on whatever their readers raise, without a common base
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{folder} cannot be loaded: {reason or type(error).__name__}. Fetch or save the checkpoint again."
+        ) from error
+
+
 def assign_weights(
     model: nn.Module,
     state: dict[str, Tensor],

@@ -79,9 +79,12 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in _DEVICE_KINDS:
-        guess = nearest(name, ("auto", *_DEVICE_KINDS))
-        hint = f"Did you mean {guess!r}?" if guess else "Write auto, cpu, cuda, cuda:<index> or mps."
-        raise ConfigError(f"device: {name!r} is not a device that models run on. {hint}")
+        guess = "cuda" if name.lower().startswith("gpu") else nearest(name, ("auto", *_DEVICE_KINDS))
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise ConfigError(
+            f"device: {name!r} is not a device that models run on. {hint}"
+            "Write auto, cpu, cuda, cuda:<index> or mps."
+        )
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= found:

@@ -11,6 +11,7 @@ from torch import nn
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, attention_report, use_attention_config
 from omni_attn.backends.masked import MaskedMetadata, MaskedMetadataBuilder
 from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
+from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
 from tests.layer.counting import counting_backend
 from tests.layer.stands import Stand, every_stand, tensors
@@ -137,3 +138,13 @@ def test_custom_attention_requires_to_skip_sequence_parallelism() -> None:
 def test_skipping_sequence_parallelism_takes_it_out_of_the_request() -> None:
     assert build({}, sequence_parallel="ring", skip_sequence_parallel=True).request.sequence_parallel is None
     assert build({}, sequence_parallel="ring").request.sequence_parallel == "ring"
+
+
+def test_a_split_sequence_does_not_run_without_communication() -> None:
+    with use_attention_config(AttentionConfig(), device="cpu"):
+        layer = Attention(4, 8, role="self", sequence_parallel="ulysses")
+        skipping = Attention(4, 8, role="cross", sequence_parallel="ulysses", skip_sequence_parallel=True)
+    query, key, value = tensors(1, 3, 4)
+    with pytest.raises(MetadataError, match="ulysses"):
+        layer(query, key, value)
+    assert skipping(query, key, value).shape == (1, 3, 4, 8)

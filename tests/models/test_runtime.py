@@ -49,7 +49,10 @@ def test_devices_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda:2")
 
 
-@pytest.mark.parametrize(("name", "hint"), [("cdua", "Did you mean 'cuda'"), ("meta", "Write auto, cpu")])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("cdua", "Did you mean 'cuda'"), ("gpu", "Did you mean 'cuda'"), ("meta", "Write auto, cpu")],
+)
 def test_devices_that_models_do_not_run_on(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{hint}"):
         resolve_device(name)

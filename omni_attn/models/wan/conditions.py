@@ -96,6 +96,7 @@ def _pad_rows(path: str, key: str, tensor: torch.Tensor, wanted: tuple[int, int,
             f"generation.prompt_embeds: {key} in {path} has shape {list(tensor.shape)}; expected {list(wanted)}, or "
             "fewer rows. Encode the prompt with the text encoder of this model."
         )
+    _check_numbers("generation.prompt_embeds", path, key, tensor)
     embeddings = torch.zeros(wanted)
     embeddings[:, : rows.shape[1]] = rows.float()
     return embeddings
@@ -135,6 +136,7 @@ def load_image(path: str, source: WanSource, geometry: VideoGeometry) -> ImageCo
                 f"{geometry.num_frames} frames of {geometry.height} x {geometry.width}. "
                 "Encode the picture at that size."
             )
+        _check_numbers("generation.image", path, key, tensor)
     known = tensors.get("mask", mask)
     embeddings = tensors.get("image_embeds")
     return ImageCondition(
@@ -174,6 +176,15 @@ def known_frames_mask(source: WanSource, geometry: VideoGeometry) -> torch.Tenso
         torch.cat([known[:1].expand(source.vae_temporal), known[1:]]).view(frames, source.vae_temporal).T
     )
     return per_channel[None, :, :, None, None].expand(1, -1, -1, height, width).contiguous()
+
+
+def _check_numbers(field: str, path: str, key: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ConfigError(f"{field}: {key} in {path} is {tensor.dtype}; expected floating-point numbers.")
+    if not tensor.isfinite().all():
+        raise ConfigError(
+            f"{field}: {key} in {path} holds NaN or infinity, and would spoil every frame. Encode it again."
+        )
 
 
 def _read_tensors(

@@ -14,6 +14,7 @@ from omni_attn.models.wan.conditions import Stream, seeded_generator
 from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.needs import check_fits
 from omni_attn.models.wan.pipeline import Wan22Pipeline
+from omni_attn.models.wan.pixels import load_vae
 from omni_attn.models.wan.requests import check_request, encodes_text, gather_image, gather_prompt
 from omni_attn.models.wan.results import write_results
 from omni_attn.models.wan.scheduler import load_scheduler
@@ -71,8 +72,9 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         model = build_meta_model(config)  # selects every role's backend, so that a refusal comes now
         check_fits(model, source, geometry, device, dtype, encodes_text=encodes_text(generation, source))
         folder = create_output_folder(config.output)
+        vae = load_vae(source)  # early: a broken one must not be found out after the last step
         prompt, prompt_notes = gather_prompt(generation, source, device, dtype)
-        condition, image_notes = gather_image(generation, source, geometry, device)
+        condition, image_notes = gather_image(generation, source, geometry, vae, device)
         experts, weight_notes = _load_weights(model, source, generation.seed, device, dtype)
     pipeline = Wan22Pipeline(
         transformer=experts[0],
@@ -98,7 +100,7 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         notes += (
             f"the latents hold numbers that are not finite: {dtype} was too narrow, or a kernel is broken",
         )
-    files = write_results(folder, latents, config, source, model, type(scheduler).__name__, notes)
+    files = write_results(folder, latents, config, source, vae, model, type(scheduler).__name__, notes)
     return RunResult(model, folder, files, notes, device, dtype)
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from omni_attn.errors import ConfigError
+from omni_attn.models import runtime
 from omni_attn.models.checkpoint import resolve_float
 from omni_attn.models.runtime import GIB, check_memory
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.source import VideoGeometry, WanSource
 
-_SMALLER = "wan2.1-t2v-1.3b or wan-tiny"
+_SMALLER = ("wan2.1-t2v-1.3b", "wan-tiny")
 
 
 def weight_bytes(model: nn.Module, dtype: str) -> int:
@@ -39,25 +41,36 @@ def activation_allowance(source: WanSource, geometry: VideoGeometry) -> int:
 
 
 def decode_allowance(source: WanSource, geometry: VideoGeometry) -> int:
-    """An upper estimate of the VAE with what it holds while it decodes; 0 without one.
+    """An upper estimate of what the VAE holds while it decodes, beside its own weights; 0 without one.
 
     It decodes a latent frame at a time; its widest feature maps have 96 channels (other widths are smaller) at full
     resolution, and about six of them live at once. The whole video is kept in float32.
     """
-    if "vae" not in source.parts or source.folder is None:
+    if "vae" not in source.parts:
         return 0
     pixels = geometry.height * geometry.width
-    frames = 4 * (6 * 96 * source.vae_temporal + 3 * geometry.num_frames) * pixels
-    return stored_elements(source.folder / "vae") * 4 + frames
+    return 4 * (6 * 96 * source.vae_temporal + 3 * geometry.num_frames) * pixels
 
 
 def stored_elements(folder: Path) -> int:
-    """Numbers in all safetensors files of a folder, read from their headers."""
+    """Numbers in all safetensors files of a folder, read from their headers.
+
+    Raises:
+        ConfigError: a file is broken.
+    """
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(min(length, size))
+        try:
+            header = json.loads(text)
+            total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} is not a whole safetensors file. Fetch or save the checkpoint again."
+            ) from error
     return total
 
 
@@ -79,13 +92,20 @@ def check_fits(
     """
     weights = weight_bytes(model, dtype)
     working = max(activation_allowance(source, geometry), decode_allowance(source, geometry))
+    if source.folder is not None and "vae" in source.parts:
+        working += 4 * stored_elements(source.folder / "vae")
     needed = weights + working
     if encodes_text and source.folder is not None:
         needed = max(needed, stored_elements(source.folder / "text_encoder") * resolve_float(dtype).itemsize)
-    advice = [] if dtype != "float32" else ["dtype: bfloat16"]
-    advice += ["a smaller video", "a device with more memory"]
-    if source.folder is None:
-        advice.append(f"a smaller preset ({_SMALLER})")
+    free = runtime.available_memory(device)
+    advice = []  # what would help, and nothing that would not
+    if dtype == "float32" and weight_bytes(model, "bfloat16") + working <= free:
+        advice.append("dtype: bfloat16")
+    if weights <= free and needed == weights + working:
+        advice.append("a smaller video")
+    advice.append("a device with more memory")
+    if source.folder is None and source.name not in _SMALLER:
+        advice.append(f"a smaller preset ({' or '.join(_SMALLER)})")
     check_memory(
         needed,
         device,
@@ -94,5 +114,5 @@ def check_fits(
             f"{weights / GIB:.2f} GiB of {dtype} weights, {working / GIB:.2f} GiB allowed for a video of "
             f"{geometry.num_frames} x {geometry.height} x {geometry.width})"
         ),
-        advice=f"Choose {', '.join(advice[:-1])} or {advice[-1]}.",
+        advice=f"Choose {' or '.join(filter(None, (', '.join(advice[:-1]), advice[-1])))}.",
     )

@@ -11,23 +11,35 @@ from typing import Any
 import torch
 
 from omni_attn.errors import ConfigError
+from omni_attn.models.checkpoint import load_part
 from omni_attn.models.runtime import import_extra
 from omni_attn.models.wan.conditions import ImageCondition, known_frames_mask
 from omni_attn.models.wan.source import VideoGeometry, WanSource
 
 
-def load_vae(folder: Path, device: torch.device) -> Any:
-    """diffusers' AutoencoderKLWan of the folder's vae/, in float32, for inference."""
+def load_vae(source: WanSource) -> Any | None:
+    """diffusers' AutoencoderKLWan of the checkpoint, on the CPU in float32, for inference; None if it has none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its latents have other channels than the transformer's.
+    """
+    if source.folder is None or "vae" not in source.parts:
+        return None
+    folder = source.folder / "vae"
     diffusers = import_extra("diffusers", "Decoding latents")
-    vae = diffusers.AutoencoderKLWan.from_pretrained(
-        str(folder / "vae"), torch_dtype=torch.float32, local_files_only=True
-    )
-    return vae.to(device).eval()
+    vae = load_part(diffusers.AutoencoderKLWan.from_pretrained, folder, torch_dtype=torch.float32)
+    if vae.config.z_dim != source.latent_channels:
+        raise ConfigError(
+            f"{folder}: latents of this VAE have {vae.config.z_dim} channels, those of the transformer "
+            f"{source.latent_channels}. Take both from one checkpoint."
+        )
+    return vae.eval()
 
 
 @torch.inference_mode()
 def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """A video [3, N, H, W] float32 in -1..1 from one clip's normalised latents [1, C, T, H, W]."""
+    """A video [3, N, H, W] float32 in -1..1 from one clip's normalised latents [1, C, T, H, W], on their device."""
+    vae.to(latents.device)
     mean, deviation = _statistics(vae, latents)
     video: torch.Tensor = vae.decode(latents.float() * deviation + mean, return_dict=False)[0]
     return video[0]
@@ -54,7 +66,8 @@ def encode_picture(
         first = torch.cat(
             [first, first.new_zeros(1, 3, geometry.num_frames - 1, geometry.height, geometry.width)], dim=2
         )
-    encoded = vae.encode(first).latent_dist.mode()
+    encoded = vae.to(device).encode(first).latent_dist.mode()
+    vae.to("cpu")  # the transformers need the room until there is something to decode
     mean, deviation = _statistics(vae, encoded)
     image_embeds = None
     if source.transformer.image_dim is not None:
@@ -101,11 +114,9 @@ def _encode_clip(picture: Any, source: WanSource, folder: Path, device: torch.de
                 "cannot be encoded. Add it, or give a .safetensors file with condition_latents and image_embeds."
             )
     transformers = import_extra("transformers", "Encoding a picture")
-    processor = transformers.CLIPImageProcessor.from_pretrained(
-        str(folder / "image_processor"), local_files_only=True
-    )
-    encoder = transformers.CLIPVisionModel.from_pretrained(
-        str(folder / "image_encoder"), dtype=torch.float32, local_files_only=True
+    processor = load_part(transformers.CLIPImageProcessor.from_pretrained, folder / "image_processor")
+    encoder = load_part(
+        transformers.CLIPVisionModel.from_pretrained, folder / "image_encoder", dtype=torch.float32
     )
     inputs = processor(images=picture, return_tensors="pt").to(device)
     states: torch.Tensor = encoder.to(device).eval()(**inputs, output_hidden_states=True).hidden_states[-2]

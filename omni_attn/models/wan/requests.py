@@ -6,6 +6,7 @@ Nothing that was given is ignored, and everything that was filled in is a note.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from omni_attn.models.wan.conditions import (
     seeded_image,
     seeded_prompt,
 )
-from omni_attn.models.wan.pixels import encode_picture, load_vae
+from omni_attn.models.wan.pixels import encode_picture
 from omni_attn.models.wan.source import VideoGeometry, WanSource
 from omni_attn.models.wan.text import encode_prompts
 
@@ -119,7 +120,7 @@ def _is_picture(image: str) -> bool:
 def gather_prompt(
     generation: GenerationConfig, source: WanSource, device: torch.device, dtype: str
 ) -> tuple[PromptEmbeddings, tuple[str, ...]]:
-    """Prompt embeddings on the CPU, and a note for each that was filled in.
+    """Prompt embeddings on the CPU, and a note for each that is not the encoding of a given text.
 
     Raises:
         ConfigError: the file of embeddings does not fit.
@@ -128,8 +129,12 @@ def gather_prompt(
     with_negative = _needs_negative(generation, source)
     if generation.prompt_embeds is not None:
         prompt, has_negative = load_prompt(generation.prompt_embeds, source, with_negative=with_negative)
-        note = f"negative prompt: zeros, since {generation.prompt_embeds} has no negative_prompt_embeds"
-        return prompt, (note,) if with_negative and not has_negative else ()
+        notes = [f"prompt embeddings: read from {generation.prompt_embeds}"]
+        if with_negative and not has_negative:
+            notes.append(
+                f"negative prompt: zeros, since {generation.prompt_embeds} has no negative_prompt_embeds"
+            )
+        return prompt, tuple(notes)
     if source.folder is not None and _has_text_encoder(source):
         negative = (generation.negative_prompt or "") if with_negative else None
         text = generation.prompt or ""
@@ -144,9 +149,13 @@ def gather_prompt(
 
 
 def gather_image(
-    generation: GenerationConfig, source: WanSource, geometry: VideoGeometry, device: torch.device
+    generation: GenerationConfig,
+    source: WanSource,
+    geometry: VideoGeometry,
+    vae: Any | None,
+    device: torch.device,
 ) -> tuple[ImageCondition | None, tuple[str, ...]]:
-    """The image condition, None for video from text alone, and a note if it was filled in.
+    """The image condition, None for video from text alone, and a note unless it was encoded from a picture.
 
     Raises:
         ConfigError: the file does not fit, or a picture cannot be read or encoded.
@@ -159,6 +168,5 @@ def gather_image(
         note = f"image condition: seeded latents (seed {generation.seed}), in place of an encoded picture"
         return seeded_image(source, geometry, generation.seed), (note,)
     if not _is_picture(image):
-        return load_image(image, source, geometry), ()
-    assert source.folder is not None
-    return encode_picture(image, source, geometry, load_vae(source.folder, device), device), ()
+        return load_image(image, source, geometry), (f"image condition: read from {image}",)
+    return encode_picture(image, source, geometry, vae, device), ()

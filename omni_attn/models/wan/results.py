@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from omni_attn.models.artifacts import (
     save_latents,
     video_to_frames,
 )
-from omni_attn.models.wan.pixels import decode_latents, load_vae
+from omni_attn.models.wan.pixels import decode_latents
 from omni_attn.models.wan.source import WanSource
 from omni_attn.report import AttentionReport, attention_report
 
@@ -26,6 +27,7 @@ def write_results(
     latents: torch.Tensor,
     config: PipelineConfig,
     source: WanSource,
+    vae: Any | None,
     model: nn.Module,
     scheduler_name: str,
     notes: tuple[str, ...],
@@ -40,6 +42,7 @@ def write_results(
         latents: [1, C, T, H, W], normalised.
         config: what was asked for.
         source: the pipeline's description.
+        vae: what decodes the latents; None shows them as they are.
         model: every transformer that ran.
         scheduler_name: class of the sampler.
         notes: what was filled in; the sheet's caption repeats them.
@@ -54,8 +57,8 @@ def write_results(
     }
     files = [save_latents(folder / "latents.safetensors", latents, metadata)]
     caption = [*_caption(config, scheduler_name, report), *notes]
-    if "vae" in source.parts and source.folder is not None:
-        frames = video_to_frames(decode_latents(load_vae(source.folder, latents.device), latents))
+    if vae is not None:
+        frames = video_to_frames(decode_latents(vae, latents))
         files += save_frames(folder, frames)
         unit = "frame"
     else:

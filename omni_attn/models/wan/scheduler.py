@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omni_attn.errors import ConfigError
-from omni_attn.models.checkpoint import read_json
+from omni_attn.models.checkpoint import load_part, read_json
 from omni_attn.models.runtime import import_extra
 from omni_attn.models.wan.source import WanSource
 
@@ -14,7 +14,7 @@ def load_scheduler(source: WanSource) -> Any:
     """A diffusers scheduler for flow velocities: UniPC for presets, what scheduler/ names for a folder.
 
     Raises:
-        ConfigError: diffusers has no such scheduler, or it reads something else than a flow velocity.
+        ConfigError: diffusers has no such scheduler or cannot load it, or it reads something else than a flow velocity.
         MissingExtraError: diffusers is not installed.
     """
     diffusers = import_extra("diffusers", "Sampling")
@@ -34,7 +34,7 @@ def load_scheduler(source: WanSource) -> Any:
             f"{diffusers.__version__} has no such scheduler. Update diffusers, or save the pipeline with another one."
         )
     loader: Any = found
-    scheduler: Any = loader.from_pretrained(str(folder), local_files_only=True)
+    scheduler: Any = load_part(loader.from_pretrained, folder)
     prediction = scheduler.config.get("prediction_type", "flow_prediction")
     if prediction != "flow_prediction":
         raise ConfigError(

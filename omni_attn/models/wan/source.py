@@ -17,6 +17,7 @@ from omni_attn.models.wan.config import WAN_PRESETS, WanConfig
 
 PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
 _DMD_CLASSES = ("WanDMDPipeline", "WanCausalDMDPipeline")
+_VAE_CLASS = "AutoencoderKLWan"
 _OPTIONAL_PARTS = ("text_encoder", "tokenizer", "vae", "image_encoder", "image_processor")
 
 
@@ -184,6 +185,12 @@ def _load_folder(folder: Path) -> WanSource:
 
 
 def _check_experts(folder: Path, experts: tuple[WanConfig, ...], boundary_ratio: float | None) -> None:
+    is_number = isinstance(boundary_ratio, (int, float)) and not isinstance(boundary_ratio, bool)
+    if boundary_ratio is not None and not (is_number and 0 <= boundary_ratio <= 1):
+        raise ConfigError(
+            f"{folder / 'model_index.json'}: boundary_ratio is {boundary_ratio!r}, and must be a number from 0 to 1, "
+            "or null. Correct it, or fetch the checkpoint again."
+        )
     if (boundary_ratio is not None) != (len(experts) == 2):
         raise ConfigError(
             f"{folder / 'model_index.json'}: boundary_ratio is {boundary_ratio} with {len(experts)} transformer(s). "
@@ -206,7 +213,18 @@ def _vae_factors(
     """Pixels and frames per latent pixel and frame, from vae/config.json or else from the latent channels."""
     if "vae" in parts:
         config = _read_json(folder / "vae" / "config.json")
-        return int(config.get("scale_factor_spatial", 8)), int(config.get("scale_factor_temporal", 4)), ()
+        if (class_name := config.get("_class_name", _VAE_CLASS)) != _VAE_CLASS:
+            raise ConfigError(
+                f"{folder / 'vae' / 'config.json'}: _class_name is {class_name!r}, and latents of Wan are decoded by "
+                f"{_VAE_CLASS}. Take vae/ from a Wan checkpoint."
+            )
+        factors = [config.get("scale_factor_spatial", 8), config.get("scale_factor_temporal", 4)]
+        if not all(isinstance(factor, int) and factor > 0 for factor in factors):
+            raise ConfigError(
+                f"{folder / 'vae' / 'config.json'}: scale_factor_spatial and scale_factor_temporal are {factors}, and "
+                "must be positive integers. Fetch or save the checkpoint again."
+            )
+        return factors[0], factors[1], ()
     spatial = (
         16 if transformer.out_channels == 48 else 8
     )  # the two Wan VAEs: 48 channels at 1/16, 16 channels at 1/8

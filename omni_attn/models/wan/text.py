@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from omni_attn.models.checkpoint import load_part
 from omni_attn.models.runtime import import_extra
 from omni_attn.models.wan.conditions import PromptEmbeddings
 from omni_attn.models.wan.config import TEXT_TOKENS
@@ -27,12 +28,13 @@ def encode_prompts(
         negative_prompt: may be empty, which is what guidance compares with when a person gives none.
         device: where the encoder runs.
         dtype: what it runs in.
+
+    Raises:
+        ConfigError: tokenizer or encoder cannot be loaded.
     """
     transformers = import_extra("transformers", "Encoding a text prompt")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
-    encoder = transformers.UMT5EncoderModel.from_pretrained(
-        str(folder / "text_encoder"), dtype=dtype, local_files_only=True
-    )
+    tokenizer = load_part(transformers.AutoTokenizer.from_pretrained, folder / "tokenizer")
+    encoder = load_part(transformers.UMT5EncoderModel.from_pretrained, folder / "text_encoder", dtype=dtype)
     encoder = encoder.to(device).eval()
     positive = _encode(tokenizer, encoder, prompt, device)
     negative = None if negative_prompt is None else _encode(tokenizer, encoder, negative_prompt, device)

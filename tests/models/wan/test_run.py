@@ -210,8 +210,32 @@ def test_a_preset_that_does_not_fit_is_refused_before_anything(
         run(configure(tmp_path / "out", "wan2.2-t2v-a14b"))
     text = str(error.value)
     assert "wan2.2-t2v-a14b (2 transformers, 106.46 GiB of float32 weights" in text
-    assert "8.00 GiB are available" in text and "dtype: bfloat16" in text and "wan-tiny" in text
+    assert "8.00 GiB are available" in text and "wan-tiny" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "frames", "gib", "advice"),
+    [
+        ("wan2.1-t2v-1.3b", 5, 3, "Choose dtype: bfloat16 or a device with more memory."),
+        ("wan2.1-t2v-1.3b", 241, 6, "Choose a smaller video or a device with more memory."),
+        ("wan2.1-t2v-1.3b", 5, 1, "Choose a device with more memory."),
+        (
+            "wan2.1-t2v-14b",
+            5,
+            8,
+            "a device with more memory or a smaller preset (wan2.1-t2v-1.3b or wan-tiny).",
+        ),
+    ],
+)
+def test_the_advice_of_a_refusal_would_help(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, frames: int, gib: int, advice: str
+) -> None:
+    monkeypatch.setattr(runtime, "available_memory", lambda _: gib * 2**30)
+    size = {"height": 480, "width": 832} if frames > 5 else {}
+    with pytest.raises(ConfigError) as error:
+        run(configure(tmp_path / "out", model, generation={"num_frames": frames, **size}))
+    assert str(error.value).endswith(advice)
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -143,7 +143,8 @@ def test_embeddings_and_conditions_from_files(checkpoints: Any, tmp_path: Path) 
     condition["mask"] = torch.ones(1, 4, *LATENT)
     save_file(condition | {"image_embeds": torch.randn(1, 257, 6)}, image)
     result = run(configure(folder, tmp_path / "out", prompt_embeds=str(prompt), image=str(image)))
-    assert [note for note in result.notes if "vae" not in note] == []
+    read = [f"prompt embeddings: read from {prompt}", f"image condition: read from {image}"]
+    assert [note for note in result.notes if "vae" not in note] == read
     del embeds["negative_prompt_embeds"]
     save_file(embeds, prompt)
     result = run(configure(folder, tmp_path / "out2", prompt_embeds=str(prompt), image=str(image)))
