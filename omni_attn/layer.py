@@ -305,7 +305,8 @@ class Attention(nn.Module):
         if self.request.sequence_parallel is not None:
             raise MetadataError(
                 f'role "{self.role}": sequence_parallel={self.request.sequence_parallel!r} was stated, and this '
-                "version does not communicate: it would attend to one rank's tokens only. Leave it out to run on one device"
+                "version does not communicate: it would attend to one rank's tokens only. Leave it out to run on one "
+                "device"
             )
         lengths = check_tensors(self.request, query, key, value)
         if _is_compiling():

@@ -10,19 +10,15 @@ is checked to be refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from omni_attn.backends.abstract import AttentionBackend, AttentionImpl
 from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
-from omni_attn.errors import MetadataError
-from omni_attn.facts import AttentionRequest, DeviceInfo, KernelFacts, evaluate
+from omni_attn.facts import DeviceInfo
 from omni_attn.ops.reference import reference_attention
-from omni_attn.products import build_product
+from omni_attn.testing.harness import BackendHarness, raised
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Without a machine only what a request asks of the kernel is judged: the limits on hardware and packages are left out.
@@ -30,130 +26,8 @@ _NOWHERE = DeviceInfo(kind="any", name="any")
 _ANYWHERE: dict[str, Any] = {"device_kinds": frozenset(), "capabilities": (), "cudnn": (), "packages": ()}
 
 
-class BackendConformance:
-    """One factory method to write, `get_backend`; the attributes say where and how to run.
-
-    Attributes:
-        variant: which variant; None = the first of the facts, if there are any.
-        dtype, device: of the tensors.
-        head_size: a size that the backend takes; heads, kv_heads: query heads and shared key-value heads.
-        machine: facts of the machine that the kernels run on, None for stand-ins.
-        tolerance: allowed maximum absolute error against float64; None = by dtype.
-    """
-
-    variant: str | None = None
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    head_size: int = 16
-    heads: int = 4
-    kv_heads: int = 2
-    machine: DeviceInfo | None = None
-    tolerance: float | None = None
-
-    def get_backend(self) -> type[AttentionBackend]:
-        """The backend under test."""
-        raise TypeError(
-            f"{type(self).__name__} must define get_backend(), which gives the backend under test"
-        )
-
-    def kernels(self) -> AbstractContextManager[Any]:
-        """What has to be in place while a test runs, for instance stand-in kernels."""
-        return nullcontext()
-
-    # -- how pytest, or run_conformance, surrounds each test
-
-    def setup_method(self) -> None:
-        """Puts the kernels in place."""
-        self._kernels = self.kernels()
-        self._kernels.__enter__()
-
-    def teardown_method(self) -> None:
-        """Takes them away."""
-        self._kernels.__exit__(None, None, None)
-
-    # -- tools
-
-    @property
-    def facts(self) -> KernelFacts:
-        """Facts of the variant under test."""
-        facts = self.get_backend().facts
-        return next((v.facts for v in facts.variants if self.variant in (None, v.name)), facts)
-
-    def tensors(
-        self, batch: int, queries: int, keys: int, *, kv_heads: int | None = None, seed: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random query, key and value."""
-        generator = torch.Generator().manual_seed(seed)
-        heads = (self.heads, kv_heads or self.heads, kv_heads or self.heads)
-        shapes = [(batch, n, h, self.head_size) for n, h in zip((queries, keys, keys), heads, strict=True)]
-        query, key, value = (torch.randn(s, generator=generator).to(self.device, self.dtype) for s in shapes)
-        return query, key, value
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        record: AttentionMetadata | None = None,
-        **geometry: Any,
-    ) -> torch.Tensor:
-        """Builds impl, builder and product anew, and runs one call."""
-        impl, product = self.prepared(query, key, value, record, **geometry)
-        return impl.forward(query, key, value, product)
-
-    def prepared(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        record: AttentionMetadata | None = None,
-        **geometry: Any,
-    ) -> tuple[AttentionImpl, Any]:
-        """An impl, and what its builder makes of the record."""
-        arguments: dict[str, Any] = {
-            "num_heads": query.shape[2],
-            "num_kv_heads": key.shape[2],
-            "head_size": query.shape[3],
-            "value_head_size": value.shape[3],
-            "softmax_scale": query.shape[3] ** -0.5,
-            "variant": self.variant or next((v.name for v in self.get_backend().facts.variants), None),
-            **geometry,
-        }
-        impl_cls = self.get_backend().get_impl_cls()
-        builder = (impl_cls.builder_cls or self.get_backend().get_builder_cls())(**arguments)
-        lengths = (query.shape[1], key.shape[1])
-        return impl_cls(**arguments), build_product(builder, record or AttentionMetadata(), lengths)
-
-    def close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
-        """Asserts equality with a float64 result, within the tolerance; NaN never passes."""
-        assert output.shape == expected.shape, f"shape {tuple(output.shape)}, needs {tuple(expected.shape)}"
-        limit = TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
-        error = (output.double() - expected.double()).abs().max().item() if output.numel() else 0.0
-        assert error <= limit, f"error {error:.2e} against float64, allowed {limit:.0e}"
-
-    def reasons(self, **needs: Any) -> tuple[str, ...]:
-        """Why the facts refuse a request with these needs; empty = they accept it."""
-        request = AttentionRequest(
-            **{"role": "self", "num_heads": self.heads, "head_size": self.head_size, **needs},
-        )
-        if self.machine is None:
-            return evaluate(replace(self.facts, **_ANYWHERE), request, _NOWHERE)
-        return evaluate(self.facts, request, self.machine)
-
-    def refused(self, **needs: Any) -> None:
-        """Asserts that the facts give a reason against a request with these needs."""
-        reasons = self.reasons(**needs)
-        assert any("needs" in reason and "found" in reason for reason in reasons), f"nothing refuses {needs}"
-
-    def build_fails(
-        self, record: AttentionMetadata, *naming: str, queries: int = 6, keys: int = 6, **geometry: Any
-    ) -> None:
-        """Asserts that preparing a record raises MetadataError with certain words."""
-        error = _raised(
-            MetadataError, lambda: self.prepared(*self.tensors(2, queries, keys), record, **geometry)
-        )
-        missing = [word for word in naming if word not in str(error)]
-        assert not missing, f"error text lacks {missing}: {error}"
+class BackendConformance(BackendHarness):
+    """One factory method to write, `get_backend`; BackendHarness says what else can be set."""
 
     # -- what every backend agrees on
 
@@ -229,11 +103,11 @@ class BackendConformance:
         )
         if "padding" not in self.facts.mask_kinds:
             self.refused(mask_usage="padding")
-            return self.build_fails(self._masked(masks[0]), "attn_mask", queries=12, keys=5)
+            return self.build_fails(self.masked(masks[0]), "attn_mask", queries=12, keys=5)
         for queries in (12, 3, 5):
             query, key, value = self.tensors(2, queries, 5)
             for rows in masks:
-                record = self._masked(rows)
+                record = self.masked(rows)
                 expected = reference_attention(query, key, value, attn_mask=record.attn_mask)[0]
                 self.close(self.run(query, key, value, record), expected)
         return None
@@ -244,14 +118,14 @@ class BackendConformance:
             return None
         rows = [[1, 1, 1, 0, 0]]
         query, key, value = self.tensors(1, 4, 5)
-        record = self._masked(rows, kv_lengths=(3,))
+        record = self.masked(rows, kv_lengths=(3,))
         self.close(
             self.run(query, key, value, record),
             reference_attention(query, key, value, attn_mask=record.attn_mask)[0],
         )
-        wrong = self._masked(rows, kv_lengths=(2,), validate="values")
+        wrong = self.masked(rows, kv_lengths=(2,), validate="values")
         self.build_fails(wrong, "3", "2", keys=5)
-        holed = self._masked([[1, 0, 1, 1, 0]], kv_lengths=(3,), validate="values")
+        holed = self.masked([[1, 0, 1, 1, 0]], kv_lengths=(3,), validate="values")
         return self.build_fails(holed, "hole", keys=5)
 
     def test_arbitrary_masks(self) -> None:
@@ -283,9 +157,9 @@ class BackendConformance:
             return None
         if not self.facts.causal_with_mask:
             self.refused(causal=True, mask_usage="padding")
-            return self.build_fails(self._masked(rows), "causal", causal=True)
+            return self.build_fails(self.masked(rows), "causal", causal=True)
         query, key, value = self.tensors(2, 6, 6)
-        record = self._masked(rows)
+        record = self.masked(rows)
         expected = reference_attention(query, key, value, attn_mask=record.attn_mask, causal=True)[0]
         return self.close(self.run(query, key, value, record, causal=True), expected)
 
@@ -371,7 +245,7 @@ class BackendConformance:
         query, key, value = self.tensors(2, 7, 6)
         impl, product = self.prepared(query, key, value)
         if not self.facts.lse:
-            error = _raised(TypeError, lambda: impl.forward_with_lse(query, key, value, product))
+            error = raised(TypeError, lambda: impl.forward_with_lse(query, key, value, product))
             assert "lse" in str(error).lower(), str(error)
             return
         for causal in (False, True) if self.facts.causal else (False,):
@@ -405,7 +279,7 @@ class BackendConformance:
             return self.refused(compile=True)
         query, key, value = self.tensors(2, 6, 6)
         records = [AttentionMetadata()]
-        records += [self._masked([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])] * (
+        records += [self.masked([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]])] * (
             "padding" in self.facts.mask_kinds
         )
         for record in records:
@@ -417,19 +291,6 @@ class BackendConformance:
                 assert output.is_contiguous()
                 self.close(output, impl.forward(query, key, value, product))
         return None
-
-    def _masked(self, rows: list[list[int]], **facts: Any) -> AttentionMetadata:
-        mask = torch.tensor(rows, dtype=torch.bool, device=self.device)
-        return AttentionMetadata(attn_mask=mask, **facts)
-
-
-def _raised(kind: type[Exception], call: Callable[[], object]) -> Exception:
-    """What a call raises, which has to be of a kind; without pytest.raises, so that no pytest is needed."""
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"nothing was raised, needs {kind.__name__}")
 
 
 def run_conformance(suite: BackendConformance) -> Iterator[tuple[str, Exception | None]]:
