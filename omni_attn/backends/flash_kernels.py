@@ -38,7 +38,7 @@ FA3_PACKAGES = (
         symbols=_FUNCTIONS,
         config_module="flash_attn_config",
         flags=_FA3_FLAGS,
-        install="pip install ./hopper in a checkout of flash-attention",
+        install="pip install ./flash-attention/hopper",
     ),
     PackageRequirement(
         distribution="tokenspeed-fa3",

@@ -96,9 +96,10 @@ def _validated(model: type[Model], document: Document, problems: Iterable[str] =
     try:
         config = model.model_validate({} if document.data is None else document.data)
     except ValidationError as error:
+        lines = error.errors(include_url=False, include_context=False)
+        located = [(".".join(map(str, line["loc"])), _message(line)) for line in lines]
         found += [
-            document.problem(".".join(map(str, line["loc"])), _message(line))
-            for line in error.errors(include_url=False, include_context=False)
+            document.problem(*problem) for problem in sorted(located, key=lambda p: document.line(p[0]))
         ]
     if found:
         raise ConfigError(*found)

@@ -28,10 +28,18 @@ class Document:
 
     def problem(self, path: str, message: str) -> str:
         """One line of a `ConfigError`: place, key path, message. A path without a place has its parent's."""
+        return ": ".join(part for part in (self.place(path), path, message) if part)
+
+    def place(self, path: str) -> str:
+        """Where a key path is written, or else its nearest parent; "" if nothing is known."""
         parts = path.split(".") if path else []
         ancestors = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
-        place = next((self.places[ancestor] for ancestor in ancestors if ancestor in self.places), None)
-        return ": ".join(part for part in (place, path, message) if part)
+        return next((self.places[ancestor] for ancestor in ancestors if ancestor in self.places), "")
+
+    def line(self, path: str) -> int:
+        """The line of a place, to sort problems by; 0 if nothing is known."""
+        number = re.search(r"(?::|line )(\d+)\Z", self.place(path))
+        return int(number[1]) if number else 0
 
 
 class _Loader(yaml.SafeLoader):
@@ -136,7 +144,7 @@ def parse_value(text: str) -> Any:
 
 def _places(root: yaml.Node | None, name: str) -> tuple[dict[str, str], list[str]]:
     """The place of every key and list item below `root`, and a problem for every key given twice."""
-    places: dict[str, str] = {}
+    places: dict[str, str] = {"": f"{name}1"}
     twice: list[str] = []
 
     def walk(node: yaml.Node, path: tuple[str, ...], line: int, above: frozenset[int]) -> None:

@@ -75,7 +75,8 @@ def _choose(
 
 def _device_reasons(facts: KernelFacts, device: DeviceInfo) -> Iterator[str]:
     if facts.device_kinds and device.kind not in facts.device_kinds:
-        yield f"needs a {' or '.join(sorted(facts.device_kinds))} device, found {device.kind} ({device.name})"
+        this = device.kind if device.name == device.kind else f"{device.kind} ({device.name})"
+        yield f"needs a {' or '.join(sorted(facts.device_kinds))} device, found {this}"
         return
     if facts.capabilities:
         found = device.capability

@@ -106,7 +106,7 @@ def load_part(loader: Callable[..., Any], folder: Path, **options: Any) -> Any:
     try:
         return loader(str(folder), local_files_only=True, **options)
     except Exception as error:  # they pass on whatever their readers raise, without a common base
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".!")
         raise ConfigError(
             f"{folder} cannot be loaded: {reason or type(error).__name__}. Fetch or save the checkpoint again."
         ) from error

@@ -116,8 +116,10 @@ dtype: bf16
 """
     assert pipeline_problems(cwd, text, overrides=["generation.sede=3", "nonsense"]) == [
         "--set nonsense: write KEY=VALUE, for example generation.seed=3",
+        "--set generation.sede=3: generation.sede: unknown key. Did you mean 'seed'?",
         "wan.yaml:1: pipeline: unknown pipeline 'wam'. Did you mean 'wan'? Known: wan",
         "wan.yaml:1: model: this key is required",
+        "wan.yaml:2: modle: unknown key. Did you mean 'model'?",
         "wan.yaml:4: attention.default.skip_softmax: skip_softmax is only supported by the TRTLLM_ATTN backend, "
         "not by FLASH_ATTN",
         "wan.yaml:8: attention.per_role.self.fastvideo_vsa_topk: input should be a valid integer, found '64'",
@@ -127,9 +129,7 @@ dtype: bf16
         "wan.yaml:13: generation.height: must be a positive multiple of 16, found 481. Nearest: 480 or 496",
         "wan.yaml:14: generation.num_frames: must be 1 more than a multiple of 4, found 80. Nearest: 77 or 81",
         "wan.yaml:15: generation.seed: input should be greater than or equal to 0, found -1",
-        "--set generation.sede=3: generation.sede: unknown key. Did you mean 'seed'?",
         "wan.yaml:16: dtype: input should be 'auto', 'bfloat16', 'float16' or 'float32', found 'bf16'",
-        "wan.yaml:2: modle: unknown key. Did you mean 'model'?",
     ]
 
 

@@ -38,15 +38,39 @@ def test_b32_tokens_and_heads_are_not_swapped(stand: Stand, tokens: int, heads: 
 
 @every_stand
 def test_b32_strided_inputs(stand: Stand) -> None:
-    """Slices of one fused projection, and tensors that are contiguous in another order."""
+    """Slices of one fused projection, and tensors that are contiguous in another order, with every last stride."""
     fused = torch.stack(tensors(2, 5, 5), dim=2).to(stand.dtype)
-    before = fused.clone()
-    for call in (fused.unbind(2), [x.transpose(1, 2).contiguous().transpose(1, 2) for x in fused.unbind(2)]):
+    before, parts = fused.clone(), fused.unbind(2)
+    orders = ([x.transpose(1, n).contiguous().transpose(1, n) for x in parts] for n in (2, 3))
+    doubled = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in parts]
+    for call in (parts, *orders, doubled):
         with stand.kernels():
             output = stand.run_layer(*call)
         assert_close(output, reference_attention(*call)[0])
         assert output.is_contiguous()
     assert torch.equal(fused, before)
+
+
+@every_stand
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_mask": torch.tensor([[True, False, True, True, False]])},
+        {"cu_seqlens_q": (0, 2, 5)},
+        {"cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
+    ],
+    ids=["mask", "host boundaries", "boundaries"],
+)
+def test_b32_a_strided_last_dimension_of_masked_and_packed_calls(
+    stand: Stand, fields: dict[str, torch.Tensor]
+) -> None:
+    call = [x.to(stand.dtype) for x in tensors(1, 5, 5)]
+    strided = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in call]
+    assert all(x.stride(-1) != 1 for x in strided)
+    with stand.kernels():
+        output, expected = (stand.run_layer(*given, AttentionMetadata(**fields)) for given in (strided, call))
+    assert_close(output, expected.double())
+    assert output.is_contiguous()
 
 
 # -- B34: causal is aligned at the bottom right

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from omni_attn import Attention, AttentionMetadata, attention_report, prepare_attention, use_attention_config
 from omni_attn.config import load_config
@@ -151,3 +152,74 @@ def test_flash_attention_hands_arbitrary_masks_to_the_fallback() -> None:
         assert_close(output, reference_attention(query, key, value, attn_mask=keep)[0])
         layer(query, key, value)
         assert log.calls == ["flash_attn_func"] and layer.route == "FLASH_ATTN (fa3)"
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "lazy"])
+@pytest.mark.parametrize("from_base", [True, False], ids=["from one base", "step after step"])
+def test_a_fallback_for_one_step_is_left_at_the_next(prepared: bool, from_base: bool) -> None:
+    def refuses_step_0(record: AttentionMetadata, lengths: tuple[int, int]) -> bool:
+        return record.step == 0
+
+    steps = frozenset({"step"})
+    with counting_backend("PICKY", reads=steps, refuse=refuses_step_0) as picky:
+        layer, base = build("TORCH_SDPA"), AttentionMetadata()
+        record, routes = base, []
+        for step in (0, 1, 2, 0):
+            record = (base if from_base else record).at_step(step)
+            if prepared:
+                prepare_attention(layer, {"self": record}, {"self": (6, 6)})
+            layer(*tensors(1, 6, 6), record)
+            routes.append(layer.route)
+        assert routes == ["TORCH_SDPA", "PICKY", "PICKY", "TORCH_SDPA"]
+        assert len(picky.products) == 2 and layer.fallbacks_taken == 2
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "lazy"])
+def test_layers_that_share_a_record_all_tell_the_fallback(prepared: bool) -> None:
+    with counting_backend("PICKY", refuse=refuses_grids) as picky:
+        model, record = nn.ModuleList(build("TORCH_SDPA") for _ in range(3)), grid()
+        if prepared:
+            prepare_attention(model, {"self": record}, {"self": (6, 6)})
+        for layer in model:
+            layer(*tensors(1, 6, 6), record)
+        assert len(picky.builds) == 1 and not picky.products
+        assert {layer.route for layer in model} == {"TORCH_SDPA"}
+        assert all("PICKY cannot express" in layer.fallback_reason for layer in model)
+        (row,) = attention_report(model).rows
+        assert (row.layers, row.backend, row.route, row.impl) == (3, "PICKY", "TORCH_SDPA", "TorchSDPAImpl")
+        assert "PICKY cannot express" in row.reason and row.fallbacks_taken >= 1
+
+
+def test_a_layer_that_went_back_leaves_the_others_row() -> None:
+    with counting_backend("PICKY", refuse=refuses_grids):
+        model, record = nn.ModuleList(build("TORCH_SDPA") for _ in range(2)), grid()
+        for layer in model:
+            layer(*tensors(1, 6, 6), record)
+        model[0](*tensors(1, 6, 6))
+        rows = attention_report(model).rows
+    assert [(row.route, row.layers) for row in rows] == [("PICKY", 1), ("TORCH_SDPA", 1)]
+    assert "cannot express" not in rows[0].reason and "PICKY cannot express" in rows[1].reason
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_two_records_in_turn_keep_route_and_numbers_apart(calls: int) -> None:
+    query, key, value = tensors(1, 6, 6)
+    expected = reference_attention(query, key, value)[0]
+    with counting_backend("PICKY", refuse=refuses_grids) as picky:
+        layer, masked, plain = build("TORCH_SDPA"), grid(), AttentionMetadata()
+        for turn in range(1, 3):
+            for record, route in ((masked, "TORCH_SDPA"), (plain, "PICKY")):
+                prepare_attention(layer, {"self": record}, {"self": (6, 6)})
+                for _ in range(calls):
+                    assert_close(layer(query, key, value, record), expected)
+                    assert layer.route == route
+            assert len(picky.products) == turn * calls
+
+
+def test_the_route_is_the_one_of_the_last_call_whatever_was_prepared_since() -> None:
+    with counting_backend("PICKY", refuse=refuses_grids) as picky:
+        layer, plain = build("TORCH_SDPA"), AttentionMetadata()
+        layer(*tensors(1, 6, 6), plain)
+        prepare_attention(layer, {"self": grid()}, {"self": (6, 6)})
+        layer(*tensors(1, 6, 6), plain)
+        assert len(picky.products) == 2 and layer.route == "PICKY" and layer.fallback_reason is None

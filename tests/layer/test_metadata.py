@@ -94,6 +94,12 @@ MASKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"cu_seqlens_q": (1, 3), "cu_seqlens_k": (0, 4)}, ["cu_seqlens_q", "(1, 3)"]),
     ({"cu_seqlens_q": (0, 2, 1, 3), "cu_seqlens_k": (0, 1, 2, 4)}, ["cu_seqlens_q", "(0, 2, 1, 3)"]),
     ({"cu_seqlens_q": (0,), "cu_seqlens_k": (0,)}, ["cu_seqlens_q", "(0,)"]),
+    ({"cu_seqlens_q": (0, 2, 3), "cu_seqlens_k": (0, 4, 4), "max_seqlen_q": 1}, ["max_seqlen_q=1", "2"]),
+    ({"cu_seqlens_q": (0, 2, 3), "cu_seqlens_k": (0, 1, 4), "max_seqlen_k": 2}, ["max_seqlen_k=2", "3"]),
+    (
+        {"cu_seqlens_q": torch.tensor([0, 3]).int(), "cu_seqlens_k": (0, 4), "max_seqlen_q": 2},
+        ["max_seqlen_q=2", "3"],
+    ),
     ({"packed_padding": PackedPadding(5, 4)}, ["q_length", "5", "3"]),
     ({"packed_padding": PackedPadding(3, 6)}, ["kv_length", "6", "4"]),
     ({"packed_padding": PackedPadding(-1, 4)}, ["q_length", "-1"]),

@@ -10,6 +10,7 @@ from torch import nn
 
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, attention_report, use_attention_config
 from omni_attn.backends.masked import MaskedMetadata, MaskedMetadataBuilder
+from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
@@ -34,7 +35,9 @@ def build(overrides: dict[str, Any], backend: str = "TORCH_SDPA", **needs: Any) 
         return Attention(4, 8, role="self", impl_overrides=overrides, **needs)
 
 
-@pytest.mark.parametrize("name", ["TORCH_SDPA", "torch_sdpa", "SDPA"])
+@pytest.mark.parametrize(
+    "name", ["TORCH_SDPA", "torch_sdpa", "SDPA", DiffusionAttentionBackendEnum.TORCH_SDPA], ids=str
+)
 def test_the_selected_backend_runs_the_override(name: str) -> None:
     query, key, value = tensors(1, 3, 4)
     layer, plain = build({name: Doubled}), build({})

@@ -155,6 +155,14 @@ def test_collecting_states_requests_and_refuses_nothing() -> None:
     assert model.attn.selection is None and model.attn.impl is None
 
 
+def test_a_layer_with_a_module_of_its_own_asks_for_no_backend() -> None:
+    with collect_attention_requests() as found:
+        layer = Attention(4, 64, role="self", custom_attention=nn.Identity(), skip_sequence_parallel=True)
+        Attention(4, 64, role="cross")
+    assert [collected.request.role for collected in found] == ["cross"]
+    assert layer.group_id == "custom_attention"
+
+
 def test_a_collected_layer_does_not_run() -> None:
     with collect_attention_requests():
         model = Model()

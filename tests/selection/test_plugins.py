@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, StrictBool, StrictInt
 
+from omni_attn.config import AttentionConfig
 from omni_attn.errors import BackendRejectedError
 from omni_attn.selector import select
 from omni_attn.testing import fake_device
@@ -34,6 +36,45 @@ def test_options_are_checked_by_the_backends_own_model(
             return
         with pytest.raises(BackendRejectedError, match=rf"{name}.*{refused}"):
             select(ask(), config, CPU)
+
+
+class StrictModel(BaseModel):
+    flag: StrictBool = False
+    level: StrictInt = 0
+
+
+class StrictBackend(PlainBackend):
+    options_model = StrictModel
+
+    @staticmethod
+    def get_name() -> str:
+        return "STRICT_TEST"
+
+
+@pytest.mark.parametrize("right_first", [True, False])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [({"flag": True}, {"flag": 1}), ({"flag": False}, {"flag": 0}), ({"level": 1}, {"level": True})],
+    ids=["true", "false", "one"],
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["choice", "fallback"])
+def test_equal_options_of_another_type_are_another_question(
+    right: dict[str, object], wrong: dict[str, object], right_first: bool, nested: bool
+) -> None:
+    """True == 1, and what was answered for one is no answer for the other."""
+
+    def question(options: dict[str, object]) -> AttentionConfig:
+        spec: dict[str, object] = {"backend": "STRICT_TEST", "options": options}
+        return choose({"default": {"backend": "CUDNN_ATTN", "fallback": [spec]} if nested else spec})
+
+    with registered(("STRICT_TEST", StrictBackend)):
+        for options in (right, wrong) if right_first else (wrong, right):
+            if options is right:
+                spec = select(ask(), question(options), CPU).spec
+                assert spec is not None and repr(dict(spec.options or {})) == repr(right)
+            else:
+                with pytest.raises(BackendRejectedError, match=f"options.{next(iter(wrong))}"):
+                    select(ask(), question(options), CPU)
 
 
 # --- entry points

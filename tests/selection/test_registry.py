@@ -48,6 +48,28 @@ def test_key_name_and_yaml_word_are_one(member: DiffusionAttentionBackendEnum) -
     assert f"{backend.__module__}.{backend.__qualname__}" == member.value
 
 
+@pytest.mark.parametrize("spelling", ["TORCH_SDPA", "torch_sdpa", "Sdpa"])
+def test_the_enum_is_asked_in_any_case_and_by_alias(spelling: str) -> None:
+    assert DiffusionAttentionBackendEnum[spelling] is DiffusionAttentionBackendEnum.TORCH_SDPA
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", ["NOPE"]),
+        ("TORCH_SPDA", ["TORCH_SPDA", "mean TORCH_SDPA"]),
+        ("", ["backend"]),
+        ("two words", ["two words"]),
+        (5, ["5"]),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_asked_of_the_enum(name: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DiffusionAttentionBackendEnum[name]
+    assert all(part in str(caught.value) for part in words)
+
+
 def test_values_are_unique_and_aliases_lead_to_known_names() -> None:
     assert len({member.value for member in BUILT_IN}) == len(DiffusionAttentionBackendEnum.__members__)
     assert set(ALIASES.values()) <= set(KNOWN_NAMES) and not set(ALIASES) & set(KNOWN_NAMES)
@@ -182,11 +204,23 @@ def test_a_path_that_leads_nowhere() -> None:
         select(ask(), choose("PLAIN_TEST"), CPU)
 
 
-def test_a_broken_replacement_is_passed_over_by_defaults() -> None:
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module:Backend", "no_such_module"),
+        (f"{HERE}:NoSuchClass", "NoSuchClass"),
+        (f"{HERE}:PlainBackend", "PLAIN_TEST"),
+        (f"{HERE}:ReferenceImpl", "AttentionBackend"),
+    ],
+    ids=["no module", "no class", "another name", "no backend"],
+)
+def test_a_broken_replacement_is_passed_over_by_defaults_alone(path: str, words: str) -> None:
     device = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"}, cudnn=91900)
-    with registered(("FLASH_ATTN", "no_such_module:Backend")):
+    with registered(("FLASH_ATTN", path)):
         selection = select(ask(), None, device)
-    assert selection.backend == "CUDNN_ATTN" and "no_such_module" in selection.explain()
+        with pytest.raises((ConfigError, BackendRejectedError), match=rf'"self".*FLASH_ATTN.*{words}'):
+            select(ask(), choose("FLASH_ATTN"), device)
+    assert selection.backend == "CUDNN_ATTN" and words in selection.explain()
 
 
 # --- the class
@@ -213,6 +247,40 @@ def test_an_incomplete_class_is_refused_where_it_is_written(lacking: str) -> Non
     assert type("Whole", (AttentionBackend,), FULL).get_name() == "X"
     with pytest.raises(TypeError, match=f"Partial.*{lacking}"):
         type("Partial", (AttentionBackend,), {key: value for key, value in FULL.items() if key != lacking})
+
+
+PAGED = ("get_paged_impl_cls", "get_paged_builder_cls", "get_kv_cache_shape")
+STATELESS = ("get_impl_cls", "get_builder_cls")
+
+
+@pytest.mark.parametrize("method", [*PAGED, "get_supported_kernel_block_sizes"])
+@pytest.mark.parametrize("backend", [*map(built_in_class, BUILT_IN), PlainBackend], ids=lambda b: b.__name__)
+def test_paged_methods_of_a_stateless_backend_raise(backend: type[AttentionBackend], method: str) -> None:
+    assert not backend.facts.paged
+    with pytest.raises(TypeError, match="paged=False"):
+        getattr(backend, method)()
+
+
+def paged_class(lacking: str | None, **facts: bool) -> type[AttentionBackend]:
+    members: dict[str, Any] = FULL | {"facts": BackendFacts(paged=True, **facts)}
+    members |= {name: staticmethod(lambda *_: ()) for name in PAGED}
+    return type("Paged", (AttentionBackend,), {k: v for k, v in members.items() if k != lacking})
+
+
+@pytest.mark.parametrize("lacking", PAGED)
+@pytest.mark.parametrize("stateless", [True, False])
+def test_a_paged_class_needs_its_methods(lacking: str, stateless: bool) -> None:
+    assert paged_class(None, stateless=stateless).facts.paged
+    with pytest.raises(TypeError, match=f"Paged.*{lacking}"):
+        paged_class(lacking, stateless=stateless)
+
+
+@pytest.mark.parametrize("lacking", STATELESS)
+def test_a_class_for_paged_layers_alone_needs_no_stateless_methods(lacking: str) -> None:
+    with pytest.raises(TypeError, match="stateless=False"):
+        getattr(paged_class(lacking, stateless=False), lacking)()
+    with pytest.raises(TypeError, match=f"Paged.*{lacking}"):
+        paged_class(lacking, stateless=True)
 
 
 def test_facts_serve_something_and_must_be_facts() -> None:
