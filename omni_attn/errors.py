@@ -62,8 +62,11 @@ class NoBackendError(OmniAttnError, RuntimeError):
     """
 
     def __init__(self, verdicts: tuple[object, ...], text: str) -> None:
-        super().__init__(text)
+        super().__init__(verdicts, text)
         self.verdicts = verdicts
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class BackendImportError(OmniAttnError, ImportError):

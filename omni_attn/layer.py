@@ -28,7 +28,7 @@ __all__ = ["Attention", "prepare_attention"]
 
 
 # No record holds it, so that a layer's first call takes the whole way.
-_NEVER_MADE = Prepared(None, (0, 0))
+_NO_CALL: tuple[Prepared, Any, Any] = (Prepared(None, (0, 0)), (), None)
 
 
 class Attention(nn.Module):
@@ -143,8 +143,8 @@ class Attention(nn.Module):
         self._dtype: torch.dtype | None = None if stated is None else getattr(torch, stated)
         self._own_record = AttentionMetadata()  # of calls that state nothing
         self._active: Prepared | None = None
-        # The last call that was checked in full: product, shapes with dtype, impl. See forward.
-        self._last: tuple[Prepared, Any, Any] = (_NEVER_MADE, (), None)
+        # The last call that was checked in full: product, shapes with dtypes, impl. See forward.
+        self._last = _NO_CALL
 
     @property
     def selection(self) -> Selection | None:
@@ -181,8 +181,8 @@ class Attention(nn.Module):
         """Whether the selected backend reads a layer input (`gate_compress`), so that a model may skip making it."""
         return any(name in route.layer_inputs for route in self._routes)
 
-    def prepare(self, record: AttentionMetadata, lengths: tuple[int, int]) -> None:
-        """Builds what calls with `lengths` = (query tokens, key tokens) need, unless the group already has it.
+    def prepare(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
+        """What calls with `lengths` = (query tokens, key tokens) need; built unless the group already has it.
 
         Raises:
             MetadataError: the record states something that this layer or its backends cannot express.
@@ -197,7 +197,14 @@ class Attention(nn.Module):
             made = build_prepared(self._routes, record, lengths)
             record.keep(self.group_id, made)
         self._active = made
+        if made is not self._last[0]:
+            self._last = _NO_CALL  # so that the next call tells its own route again
         self.fallbacks_taken += made.route > 0
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files leave out what belongs to the last step."""
+        return {**self.__dict__, "_last": _NO_CALL, "_active": None, "_own_record": AttentionMetadata()}
 
     def __call__(
         self,
@@ -242,11 +249,16 @@ class Attention(nn.Module):
         made = record.memo.get(self.group_id)
         last, call, impl = self._last
         if (
-            made is last  # what was checked for the last call holds for one like it
-            and (query.shape, key.shape, value.shape, query.dtype) == call
+            made
+            is last  # what was checked for the last call holds for one like it, unless the product is a step's own
+            and (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype) == call
             and not record.layer_inputs
         ):
-            return impl.forward(query, key, value, last.product)  # type: ignore[no-any-return]
+            try:
+                return impl.forward(query, key, value, last.product)  # type: ignore[no-any-return]
+            except Exception:
+                self._check_call(query, key, value)  # a mixture of dtypes or devices is told in our words
+                raise
         return self._forward_checked(query, key, value, metadata)
 
     def _forward_checked(
@@ -265,7 +277,8 @@ class Attention(nn.Module):
         output = impl.forward(query, key, value, made.product, **inputs)
         if not _is_compiling():
             self._active = made
-            self._last = (made, (query.shape, key.shape, value.shape, query.dtype), impl)
+            dtypes = (query.dtype, key.dtype, value.dtype)
+            self._last = (made, (query.shape, key.shape, value.shape, *dtypes), impl)
         return output
 
     def _find_prepared(self, metadata: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
@@ -273,24 +286,20 @@ class Attention(nn.Module):
 
         Compiled code only reads what was prepared; a call without a record is simple enough to build in a trace.
         """
-        if metadata is None:
-            if _is_compiling():
+        if _is_compiling():
+            if metadata is None:
                 return build_prepared(self._routes, AttentionMetadata(), lengths)
-            metadata = self._own_record
-            self.prepare(metadata, lengths)
-        else:
-            self._check_mask_usage(metadata)
-        made = metadata.prepared(self.group_id)
-        if made is None:
-            if _is_compiling():
+            made = metadata.prepared(self.group_id)
+            if made is None:
                 raise MetadataError(
                     f'role "{self.role}": the record was not prepared before compiled code; call '
                     "prepare_attention(model, {role: record}, lengths) outside of it"
                 )
-            self.prepare(metadata, lengths)
-            made = metadata.prepared(self.group_id)
-            assert made is not None
-        return made
+            return made
+        if metadata is None:
+            return self.prepare(self._own_record, lengths)
+        self._check_mask_usage(metadata)
+        return metadata.prepared(self.group_id) or self.prepare(metadata, lengths)
 
     def _check_mask_usage(self, record: AttentionMetadata) -> None:
         if self.request.mask_usage == "never" and record.attn_mask is not None and record.mask_mode != "none":
@@ -311,7 +320,10 @@ class Attention(nn.Module):
         lengths = check_tensors(self.request, query, key, value)
         if _is_compiling():
             if query.dtype not in self._dtypes:
-                raise MetadataError(f"{self._routes[0].label} has no kernel for {query.dtype}")
+                raise MetadataError(
+                    f"{self._routes[0].label} has no kernel for {query.dtype}; state dtype= when the layer is built, "
+                    "so that the choice takes it into account"
+                )
         elif query.dtype is not self._dtype:
             self._check_dtype(query.dtype)
         return lengths

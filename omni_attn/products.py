@@ -27,7 +27,9 @@ def build_prepared(
     reads: frozenset[str] = frozenset()
     refusals: list[MetadataError] = []
     for index, route in enumerate(routes):
-        reads |= frozenset(route.builder.reads)  # a refusal may rest on any field that its builder reads
+        reads = reads | frozenset(
+            route.builder.reads
+        )  # a refusal may rest on any field that its builder reads
         try:
             _check_heads(route, record)
             product = build_product(route.builder, record, lengths)
@@ -36,7 +38,7 @@ def build_prepared(
             continue
         refusal = str(refusals[0]) if refusals else None
         if refusal is not None:
-            _log_fallback(route, refusal)
+            _log_fallback(routes[0], route, refusal)
         mask = None if record.mask_mode == "none" else record.attn_mask
         return Prepared(
             product=product,
@@ -85,8 +87,8 @@ def _batch_of(record: AttentionMetadata) -> int | None:
     return mask.shape[0]
 
 
-def _log_fallback(route: Route, refusal: str) -> None:
-    key = (route.label, refusal)
+def _log_fallback(refused: Route, taken: Route, refusal: str) -> None:
+    key = (refused.label, taken.label)  # once per choice and fallback; the texts differ with every length
     if key not in _logged:
         _logged.add(key)
-        _log.warning("attention %s is the fallback taken; %s", *key)
+        _log.warning("attention %s is the fallback taken; %s", taken.label, refusal)

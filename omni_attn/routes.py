@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Built = TypeVar("Built")
 
 _log = logging.getLogger("omni_attn")
-_passed_over: set[tuple[str, str, str]] = set()
+_passed_over: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def build_routes(
         except BackendImportError as error:
             if selection.spec is not None and not behind:
                 raise BackendImportError(f'role "{request.role}": {error}') from error
-            broken[selection.label] = str(error)
+            broken[selection.label] = str(error).removeprefix(f"{selection.label}: ")
             _log_passed_over(selection, error)
             continue
         log_selection(selection)
@@ -89,10 +89,10 @@ def _build_fallback(selection: Selection, overrides: Mapping[str, type[Attention
 
 
 def _log_passed_over(selection: Selection, error: BackendImportError) -> None:
-    key = (selection.request.role, selection.label, str(error))
+    key = (selection.request.role, str(error))
     if key not in _passed_over:
         _passed_over.add(key)
-        _log.warning('attention role "%s": %s is passed over: %s', *key)
+        _log.warning('attention role "%s", passed over: %s', *key)
 
 
 def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route:
@@ -127,7 +127,7 @@ def _construct_builder(builder_cls: type[Built], geometry: Mapping[str, Any]) ->
 
 def _impl_class(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> type[AttentionImpl]:
     selected = selection.backend_cls.get_impl_cls()
-    override = overrides.get(selection.backend)
+    override = overrides.get(canonical_name(selection.backend))
     if override is None:
         return selected
     if not (isinstance(override, type) and issubclass(override, selected)):

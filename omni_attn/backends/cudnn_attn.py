@@ -15,6 +15,7 @@ from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.masked import MaskedImpl, MaskedMetadataBuilder
 from omni_attn.errors import BackendImportError
 from omni_attn.facts import BackendFacts, CapabilityRange, CudnnFloor, HeadSizes
+from omni_attn.ops.layout import unit_stride
 from omni_attn.ops.masks import as_additive, lowest
 
 
@@ -87,6 +88,7 @@ class CuDNNAttentionImpl(MaskedImpl):
         with_lse: bool,
     ) -> Any:
         bias = None if mask is None else _finite_bias(mask, query.dtype)
+        query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
         return self._operator(
             query, key, value, bias, with_lse, 0.0, is_causal, False, scale=self.softmax_scale
         )

@@ -25,7 +25,7 @@ from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, Packed, read_record
 from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts
-from omni_attn.ops.segments import Segment, attend_segments
+from omni_attn.ops.segments import Segment, attend_segments, empty_attention
 
 INT32_MAX = 2**31 - 1
 
@@ -81,7 +81,7 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
                 "FLASH_ATTN cannot take attn_mask together with causal or a window: packing the kept keys moves their "
                 "positions. Choose TORCH_SDPA or CUDNN_ATTN for this role, or add one as fallback"
             )
-        if record.kv_lengths is not None and len(record.kv_lengths) == 1:
+        if record.kv_lengths is not None and len(record.kv_lengths) == 1:  # one item: a slice does it
             return FlashMetadata(segments=(Segment(0, lengths[0], 0, record.kv_lengths[0]),))
         return _pack_keys(stated.mask, lengths)
 
@@ -138,6 +138,8 @@ class FlashAttentionImpl(AttentionImpl):
         """See AttentionImpl.forward_with_lse."""
         if not isinstance(metadata, FlashMetadata):
             raise foreign_metadata(self, metadata, FlashMetadata)
+        if metadata.segments == ():
+            return empty_attention(query, value)
         if metadata.segments is not None or metadata.packed is not None:
             raise MetadataError(
                 "FLASH_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"

@@ -15,6 +15,7 @@ import torch
 from omni_attn.errors import BackendImportError
 from omni_attn.facts import BuildFlag, CapabilityRange, HeadSizes, KernelFacts, PackageRequirement, Variant
 from omni_attn.facts.backend import BFLOAT16, FLOAT16
+from omni_attn.ops.layout import unit_stride
 
 _FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
 
@@ -23,7 +24,7 @@ _FA3_FLAGS = (
     BuildFlag(name="FLASHATTENTION_DISABLE_FP16", dtype=FLOAT16),
     BuildFlag(name="FLASHATTENTION_DISABLE_LOCAL", feature="window"),
     BuildFlag(name="FLASHATTENTION_DISABLE_BACKWARD", feature="requires_grad"),
-    BuildFlag(name="FLASHATTENTION_DISABLE_VARLEN", feature="packed"),
+    BuildFlag(name="FLASHATTENTION_DISABLE_VARLEN", feature="packed", mask_usage="padding"),
     BuildFlag(name="FLASHATTENTION_DISABLE_HDIM64", head_sizes=(0, 64)),
     BuildFlag(name="FLASHATTENTION_DISABLE_HDIM96", head_sizes=(64, 96)),
     BuildFlag(name="FLASHATTENTION_DISABLE_HDIM128", head_sizes=(96, 128)),
@@ -129,9 +130,9 @@ class FlashKernel:
     ) -> torch.Tensor:
         """Output [B, Sq, H, D]."""
         output = self.flash_attn_func(
-            _unit_stride(query_BSHD),
-            _unit_stride(key_BSGD),
-            _unit_stride(value_BSGD),
+            unit_stride(query_BSHD),
+            unit_stride(key_BSGD),
+            unit_stride(value_BSGD),
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window,
@@ -149,9 +150,9 @@ class FlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, Sq, H, D] and log-sum-exp [B, H, Sq] float32."""
         output = self.flash_attn_func(
-            _unit_stride(query_BSHD),
-            _unit_stride(key_BSGD),
-            _unit_stride(value_BSGD),
+            unit_stride(query_BSHD),
+            unit_stride(key_BSGD),
+            unit_stride(value_BSGD),
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window,
@@ -174,9 +175,9 @@ class FlashKernel:
     ) -> torch.Tensor:
         """Output [T, H, D]; rows behind the last boundary hold anything."""
         output = self.flash_attn_varlen_func(
-            _unit_stride(query_THD),
-            _unit_stride(key_TGD),
-            _unit_stride(value_TGD),
+            unit_stride(query_THD),
+            unit_stride(key_TGD),
+            unit_stride(value_TGD),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
@@ -196,10 +197,6 @@ class FlashKernel:
         """varlen as one opaque operator, for torch.compile."""
         *rest, window = arguments
         return torch.ops.omni_attn.flash_attn_varlen(*rest, *window, self.module)  # type: ignore[no-any-return]
-
-
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _first(output: Any) -> torch.Tensor:

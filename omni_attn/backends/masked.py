@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,10 @@ class MaskedMetadata:
     empty_rows: torch.Tensor | None = None
     unused_keys: torch.Tensor | None = None
     segments: tuple[Segment, ...] | None = None
-    is_plain: bool = False
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", self.mask is None and self.segments is None)
 
 
 class MaskedMetadataBuilder(AttentionMetadataBuilder):
@@ -51,7 +54,7 @@ class MaskedMetadataBuilder(AttentionMetadataBuilder):
             unused = torch.arange(lengths[1], device=mask.device) >= boundaries[1][-1]
             return MaskedMetadata(mask, rows_without_key(mask), unused[None, :, None, None])
         if stated.mask is None:
-            return MaskedMetadata(is_plain=True)
+            return MaskedMetadata()
         mask = stated.mask[:, None, None] if stated.mask.dim() == 2 else stated.mask
         if mask.dtype != torch.bool:
             mask = keep_finite(mask)
@@ -124,6 +127,8 @@ class MaskedImpl(AttentionImpl):
             raise MetadataError(
                 f"{type(self).__name__}: LSE of packed sequences is not available; pass them one by one"
             )
+        if metadata.unused_keys is not None:
+            key, value = (x.masked_fill(metadata.unused_keys, 0.0) for x in (key, value))
         mask, empty_rows, is_causal = self._positions(query, key, metadata.mask, metadata.empty_rows)
         output, lse = self.attend_with_lse(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, is_causal

@@ -153,8 +153,9 @@ class AttentionMetadata:
         mask = self.attn_mask
         if mask is None or self.mask_mode == "none":
             return True
-        keeps = mask if mask.dtype == torch.bool else mask == 0
-        return mask.device.type == "cpu" and bool(keeps.all())
+        if mask.device.type != "cpu":
+            return False
+        return bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
     def at_step(
         self, step: int, *, num_steps: int | None = None, sigma: float | None = None

@@ -137,6 +137,8 @@ def _read_packed(record: AttentionMetadata, mask: torch.Tensor | None, lengths: 
 
 def _on_host(boundaries: torch.Tensor | tuple[int, ...] | None) -> tuple[int, ...] | None:
     if isinstance(boundaries, torch.Tensor):
+        if boundaries.dtype not in (torch.int32, torch.int64):
+            raise MetadataError(f"cu_seqlens has dtype {boundaries.dtype}: needs int32 [N + 1]")
         return tuple(boundaries.tolist()) if boundaries.device.type == "cpu" else None
     return None if boundaries is None else tuple(boundaries)
 
@@ -182,13 +184,18 @@ def _masked_documents(
 
 
 def _agree(record: AttentionMetadata, mask: torch.Tensor | None, kept: tuple[int, ...], name: str) -> None:
-    """Holds a padding mask against host facts, where looking is free or was asked for."""
-    if mask is None or (mask.device.type != "cpu" and record.validate != "values"):
+    """Holds a padding mask against host facts: by shape, and by value where looking is free or was asked for."""
+    if mask is None:
         return
-    if mask.dim() != 2 or mask.dtype != torch.bool:
+    if mask.dim() != 2 or mask.dtype != torch.bool or len(kept) != mask.shape[0]:
         raise MetadataError(
-            f"{name} beside attn_mask: needs a bool mask [B, K], found {mask.dtype} {mask.dim()}-D"
+            f"{name}={kept} beside attn_mask: needs a bool mask [B, K] with one length per item, found {mask.dtype} "
+            f"{tuple(mask.shape)}"
         )
+    for count in kept:
+        _within(name, count, mask.shape[1], "key")
+    if mask.device.type != "cpu" and record.validate != "values":
+        return
     found = tuple(mask.sum(-1).tolist())
     if found != kept:
         raise MetadataError(

@@ -25,14 +25,16 @@ class BuildFlag:
 
     Attributes:
         name: the flag as the wheel's own config spells it.
-        dtype, feature, head_sizes: what is missing where the flag is on: a dtype, a boolean need of the request
-            ("window", "requires_grad"), or the head sizes (low, high] that the missing kernel would serve.
+        dtype, feature, head_sizes, mask_usage: what is missing where the flag is on: a dtype, a boolean need of the
+            request ("window", "requires_grad"), the head sizes (low, high] that the missing kernel would serve, or
+            the masks that would run through it.
     """
 
     name: str
     dtype: str | None = None
     feature: str | None = None
     head_sizes: tuple[int, int] | None = None
+    mask_usage: str | None = None
 
     def need(self, request: AttentionRequest) -> str | None:
         """What the request needs that this flag takes away, None if it needs nothing of the kind."""
@@ -40,6 +42,8 @@ class BuildFlag:
             return f"dtype {self.dtype}"
         if self.feature is not None and getattr(request, self.feature):
             return self.feature
+        if self.mask_usage is not None and request.mask_usage == self.mask_usage:
+            return f"attn_mask ({self.mask_usage})"
         if self.head_sizes is not None and self.head_sizes[0] < request.head_size <= self.head_sizes[1]:
             return f"head_size {request.head_size}"
         return None

@@ -90,15 +90,19 @@ class AttentionRequest:
             raise ValueError(
                 f"sequence_parallel={self.sequence_parallel!r}: needs one of {SEQUENCE_PARALLEL_MODES}"
             )
-        if self.softmax_scale is not None and not 0 < self.softmax_scale < float("inf"):
+        for name in ("causal", "packed", "video_grid", "requires_grad", "compile", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: needs True or False")
+        scale = self.softmax_scale
+        if scale is not None and not (_is_number(scale) and 0 < scale < float("inf")):
             raise ValueError(f"softmax_scale={self.softmax_scale!r}: needs a finite positive number, or None")
         if self.window is not None:
-            left, right = self.window
-            if left < -1 or right < -1:
+            sides = tuple(self.window) if isinstance(self.window, (tuple, list)) else ()
+            if len(sides) != 2 or not all(_is_count(side, -1) for side in sides):
                 raise ValueError(
                     f"window={self.window!r}: needs (left, right) token counts, -1 for unlimited"
                 )
-            object.__setattr__(self, "window", (left, right))
+            object.__setattr__(self, "window", sides)
 
     def _check_counts(self) -> None:
         counts = {"num_heads": 1, "num_kv_heads": 1, "max_seqlen_q": 0, "max_seqlen_k": 0}
@@ -136,3 +140,7 @@ class AttentionRequest:
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from omni_attn.backends import registry
-from omni_attn.errors import OmniAttnError
+from omni_attn.errors import ConfigError, OmniAttnError
 from omni_attn.facts import DeviceCapability, DeviceInfo, PackageRequirement
 from omni_attn.facts.packages import UNKNOWN_VERSION, read_build_flags
 
@@ -24,7 +24,7 @@ _ACCELERATORS = ("cuda", "npu", "xpu", "musa", "mps")
 
 def device_info(device: str | torch.device | None = None) -> DeviceInfo:
     """Facts of a device of this machine; None = its best accelerator, else the CPU."""
-    chosen = torch.device(device) if device is not None else best_device()
+    chosen = best_device() if device is None else _own_device(device)
     packages, flags = _installed_packages(tuple(_known_packages()))
     common: dict[str, Any] = {"packages": packages, "build_flags": flags, "torch_version": torch.__version__}
     if chosen.type != "cuda":
@@ -46,6 +46,21 @@ def device_info(device: str | torch.device | None = None) -> DeviceInfo:
         product=properties.name,
         **common,
     )
+
+
+def _own_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device {device!r}: torch knows no such device: {str(error).splitlines()[0]}"
+        ) from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {str(device)!r}: torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices here; "
+            "name one that is there, or 'cpu'"
+        )
+    return chosen
 
 
 def best_device() -> torch.device:

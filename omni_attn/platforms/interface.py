@@ -156,7 +156,10 @@ class OmniPlatform:
         )
 
     def _serves(self, name: str, variant: str, request: AttentionRequest) -> bool:
-        return self._judge(name, AttentionSpec(backend=name, variant=variant), request, 0, {}).accepted
+        try:
+            return self._judge(name, AttentionSpec(backend=name, variant=variant), request, 0, {}).accepted
+        except ConfigError:
+            return False  # nobody chose it: the default order below tells the reason
 
     def _judge(
         self,

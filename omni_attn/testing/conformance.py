@@ -11,19 +11,12 @@ is checked to be refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
-from omni_attn.facts import DeviceInfo
 from omni_attn.ops.reference import reference_attention
 from omni_attn.testing.harness import BackendHarness, raised
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# Without a machine only what a request asks of the kernel is judged: the limits on hardware and packages are left out.
-_NOWHERE = DeviceInfo(kind="any", name="any")
-_ANYWHERE: dict[str, Any] = {"device_kinds": frozenset(), "capabilities": (), "cudnn": (), "packages": ()}
 
 
 class BackendConformance(BackendHarness):
@@ -51,6 +44,8 @@ class BackendConformance(BackendHarness):
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts)
         self.close(self.run(query, key, value), reference_attention(*parts)[0])
         assert torch.equal(fused, torch.stack(parts, dim=2))
+        query, key, value = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in parts)
+        self.close(self.run(query, key, value), reference_attention(*parts)[0])
 
     def test_softmax_scale(self) -> None:
         """A scale of the layer's own is honoured, or refused."""
@@ -229,8 +224,9 @@ class BackendConformance(BackendHarness):
 
     def test_no_key_at_all(self) -> None:
         """Zero key tokens give zeros."""
-        output = self.run(*self.tensors(2, 5, 0))
-        assert output.shape == (2, 5, self.heads, self.head_size) and not output.any()
+        query, key, value = self.tensors(2, 5, 0)
+        output = self.run(query, key, value)
+        assert output.shape == query.shape and not output.any()
 
     def test_value_head_size(self) -> None:
         """Value heads of another size are served, or refused."""

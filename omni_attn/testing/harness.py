@@ -68,12 +68,16 @@ class BackendHarness:
     def facts(self) -> KernelFacts:
         """Facts of the variant under test."""
         facts = self.get_backend().facts
-        return next((v.facts for v in facts.variants if self.variant in (None, v.name)), facts)
+        if not facts.variants:
+            return facts
+        return next(v.facts for v in facts.variants if self.variant in (None, v.name))
 
     def tensors(
         self, batch: int, queries: int, keys: int, *, kv_heads: int | None = None, seed: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random query, key and value."""
+        """Random query, key and value; as many queries as keys where the backend takes nothing else."""
+        if not self.facts.unequal_lengths:
+            queries = keys
         generator = torch.Generator().manual_seed(seed)
         heads = (self.heads, kv_heads or self.heads, kv_heads or self.heads)
         shapes = [(batch, n, h, self.head_size) for n, h in zip((queries, keys, keys), heads, strict=True)]
@@ -147,6 +151,7 @@ class BackendHarness:
         assert not missing, f"error text lacks {missing}: {error}"
 
     def masked(self, rows: list[list[int]], **facts: Any) -> AttentionMetadata:
+        """A record with a key-padding mask of rows of 0 and 1."""
         mask = torch.tensor(rows, dtype=torch.bool, device=self.device)
         return AttentionMetadata(attn_mask=mask, **facts)
 

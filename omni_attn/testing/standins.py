@@ -129,6 +129,9 @@ class CuDNNStandIn:
         self.log.calls.append("_scaled_dot_product_cudnn_attention")
         assert dropout_p == 0.0 and not return_debug_mask
         assert query.shape[1] % key.shape[1] == 0 and key.shape == value.shape
+        assert query.dtype == key.dtype == value.dtype, "cuDNN reads key and value as query's dtype"
+        for tensor in (query, key, value):
+            assert tensor.stride(-1) == 1, "the last dimension needs unit stride"
         mask = attn_bias
         if mask is not None:
             assert mask.dtype == query.dtype, f"bias {mask.dtype} with query {query.dtype}"
