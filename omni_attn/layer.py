@@ -288,7 +288,7 @@ class Attention(nn.Module):
         """
         if _is_compiling():
             if metadata is None:
-                return build_prepared(self._routes, AttentionMetadata(), lengths)
+                return Prepared(self._routes[0].builder.build(AttentionMetadata(), lengths), lengths)
             made = metadata.prepared(self.group_id)
             if made is None:
                 raise MetadataError(

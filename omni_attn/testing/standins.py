@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -148,7 +148,7 @@ class CuDNNStandIn:
         return (*results, *(None,) * 7)
 
 
-_FLASH_MODULES = {"fa3": "flash_attn_interface", "fa2": "flash_attn"}
+_FLASH_MODULES = {"fa3": ("flash_attn_interface", "fa3_fwd_interface"), "fa2": ("flash_attn",)}
 
 
 @contextmanager
@@ -165,7 +165,9 @@ def fake_kernels(backend: str, variant: str | None = None) -> Iterator[CallLog]:
     if backend == "FLASH_ATTN":
         kernel = FlashStandIn(log)
         functions = {name: getattr(kernel, name) for name in ("flash_attn_func", "flash_attn_varlen_func")}
-        with fake_package(_FLASH_MODULES[variant or "fa3"], **functions):
+        with ExitStack() as modules:
+            for module in _FLASH_MODULES[variant or "fa3"]:
+                modules.enter_context(fake_package(module, **functions))
             yield log
     elif backend == "CUDNN_ATTN":
         stand_in = CuDNNStandIn(log)

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_fresh(program: str, *first_on_path: Path) -> str:
     """What the program prints; it must end well, and sees `first_on_path` before all installed packages."""
     environ = {key: value for key, value in os.environ.items() if not key.endswith("_BACKEND")}
-    environ["PYTHONPATH"] = os.pathsep.join(map(str, (*first_on_path, ROOT)))
+    behind = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, (*first_on_path, ROOT, *behind)))
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
