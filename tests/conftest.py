@@ -1,0 +1,23 @@
+"""What holds for every test: kernel packages that this machine happens to have are out of sight, except on the GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from omni_attn.backends.registry import DiffusionAttentionBackendEnum, load_backend
+
+
+def kernel_modules() -> set[str]:
+    """Modules of all packages that a built-in backend names."""
+    backends = [load_backend(member.value, member.name) for member in DiffusionAttentionBackendEnum]
+    kernels = [k for b in backends for k in (b.facts, *(variant.facts for variant in b.facts.variants))]
+    return {package.module for kernel in kernels for package in kernel.packages}
+
+
+@pytest.fixture(autouse=True)
+def _no_real_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu") is None:
+        for module in kernel_modules():
+            monkeypatch.setitem(sys.modules, module, None)
