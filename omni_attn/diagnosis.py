@@ -54,7 +54,8 @@ class Diagnosis:
         """(what, fact) pairs for people."""
         device = self.device
         capability = f", compute capability {device.capability}" if device.capability else ""
-        yield "device", f"{device.name} ({device.product or device.kind}){capability}"
+        about = device.product or device.kind
+        yield "device", device.name + (f" ({about})" if about != device.name else "") + capability
         yield "driver", device.driver or "none"
         yield from self.versions.items()
         packages = [f"{name} {found}" for name, found in device.packages.items()]

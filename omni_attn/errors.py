@@ -5,6 +5,7 @@ OmniAttnError
   BackendRejectedError(ValueError)   an explicit choice cannot run here: role, backend, source, reasons, alternatives
   NoBackendError(RuntimeError)       no candidate was accepted: the text holds every verdict
   BackendImportError(ImportError)    an optional package is missing or broken; its own error is chained
+  MissingExtraError(ImportError)     a library of an extra, outside attention itself, is not installed
   MetadataError(ValueError)          the input of a step does not fit what the layer or the backend can express
 
 Each text says what was asked, why it cannot be, and what to do. The command line prints it and exits with 2.
@@ -71,6 +72,10 @@ class NoBackendError(OmniAttnError, RuntimeError):
 
 class BackendImportError(OmniAttnError, ImportError):
     """An accepted backend's optional package could not be imported or lacks a needed symbol."""
+
+
+class MissingExtraError(OmniAttnError, ImportError):
+    """A library of the `pipelines` extra is missing; the text ends with the command that installs it."""
 
 
 class MetadataError(OmniAttnError, ValueError):

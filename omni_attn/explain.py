@@ -18,8 +18,7 @@ from omni_attn.models import get_family
 from omni_attn.models.runtime import resolve_device, resolve_dtype
 from omni_attn.plain import to_plain
 from omni_attn.platforms import OmniPlatform, current_omni_platform
-from omni_attn.selector import collect_attention_requests, select, use_attention_config
-from omni_attn.selector.selector import PLATFORM_DEFAULT
+from omni_attn.selector import PLATFORM_DEFAULT, collect_attention_requests, select, use_attention_config
 
 if TYPE_CHECKING:
     from omni_attn.config import AttentionConfig, AttentionSpec, PipelineConfig
@@ -146,7 +145,7 @@ def explain_request(
             backend=None,
             variant=None,
             verdicts=_verdicts(spec, request, platform),
-            refusal=_with_role(str(error), request.role),
+            refusal=str(error),
         )
     return RoleExplanation(
         request=request,
@@ -174,10 +173,6 @@ def _verdicts(
             verdict = Verdict(candidate.backend, "", reasons=(str(error),))
         verdicts.append(replace(verdict, index=index))
     return tuple(verdicts)
-
-
-def _with_role(text: str, role: str) -> str:
-    return text if text.startswith("role ") else f'role "{role}": {text}'
 
 
 def unmatched_roles(config: AttentionConfig, requests: Counter[AttentionRequest]) -> dict[str, str]:

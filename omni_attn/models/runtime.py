@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from omni_attn.config.names import nearest
-from omni_attn.errors import ConfigError, OmniAttnError
+from omni_attn.errors import ConfigError, MissingExtraError
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,10 +37,6 @@ class RunResult:
     notes: tuple[str, ...]
     device: torch.device
     dtype: str
-
-
-class MissingExtraError(OmniAttnError, ImportError):
-    """A library of the `pipelines` extra is missing; the text ends with the command that installs it."""
 
 
 def no_progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:

@@ -7,6 +7,7 @@ from omni_attn.selector.scope import (
     use_attention_config,
 )
 from omni_attn.selector.selector import (
+    PLATFORM_DEFAULT,
     Selection,
     get_attn_backend_for_role,
     later_fallbacks,
@@ -15,6 +16,7 @@ from omni_attn.selector.selector import (
 )
 
 __all__ = [
+    "PLATFORM_DEFAULT",
     "CollectedLayer",
     "Selection",
     "collect_attention_requests",
