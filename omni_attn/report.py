@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +44,12 @@ class AttentionReport:
     """One row per role and way of running."""
 
     rows: tuple[ReportRow, ...]
+
+    def __iter__(self) -> Iterator[ReportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""

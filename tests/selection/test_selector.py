@@ -141,13 +141,13 @@ def test_reasons_of_one_refusal_come_together() -> None:
 class BanningPlatform(CudaPlatform):
     """A device family on which one kernel is known to be wrong."""
 
-    bans: ClassVar[Mapping[str, str]] = {"FLASH_ATTN": "wrong results, upstream issue 12"}
+    bans: ClassVar[Mapping[str, str]] = {"FLASH_ATTN": "wrong results, upstream report 12"}
 
 
 def test_a_ban_is_a_reason_for_defaults_and_choices_alike() -> None:
     selection = select(ask(max_seqlen_k=32760), None, BanningPlatform(H100))
-    assert selection.backend == "CUDNN_ATTN" and "upstream issue 12" in selection.explain()
-    with pytest.raises(BackendRejectedError, match="upstream issue 12"):
+    assert selection.backend == "CUDNN_ATTN" and "upstream report 12" in selection.explain()
+    with pytest.raises(BackendRejectedError, match="upstream report 12"):
         select(ask(), choose("FLASH_ATTN"), BanningPlatform(H100))
     assert select(ask(max_seqlen_k=32760), None, H100).backend == "FLASH_ATTN"
 
