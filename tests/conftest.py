@@ -1,12 +1,20 @@
-"""What holds for every test: kernel packages that this machine happens to have are out of sight, except on the GPU."""
+"""What holds for every test.
+
+Kernel packages that this machine happens to have are out of sight, except for tests that want the GPU.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum, load_backend
+
+# A busy machine is no failure: examples have no time limit.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def kernel_modules() -> set[str]:

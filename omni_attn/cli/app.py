@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from omni_attn import __version__
 from omni_attn.cli import backends, check, doctor, explain, run, schema
 from omni_attn.errors import OmniAttnError
 
@@ -26,12 +27,27 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"omni-attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs."""
+
 
 for command in (run.run, explain.explain, doctor.doctor, check.check, backends.backends, schema.schema):
     app.command()(command)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from omni_attn import __version__
 from tests.cli.conftest import Cli
 
 COMMANDS = ("run", "explain", "doctor", "check", "backends", "schema")
@@ -65,3 +66,8 @@ def test_mistake_shows_no_traceback() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "nowhere.yaml: there is no such file\n")
+
+
+def test_version(cli: Cli) -> None:
+    result = cli("--version")
+    assert result.exit_code == 0 and result.stdout.strip() == f"omni-attn {__version__}"
