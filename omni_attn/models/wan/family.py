@@ -75,7 +75,7 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         vae = load_vae(source)  # early: a broken one must not be found out after the last step
         prompt, prompt_notes = gather_prompt(generation, source, device, dtype)
         condition, image_notes = gather_image(generation, source, geometry, vae, device)
-        experts, weight_notes = _load_weights(model, source, generation.seed, device, dtype)
+        experts, weight_notes = _load_weights(model, source, generation.seed, device, dtype, progress)
     pipeline = Wan22Pipeline(
         transformer=experts[0],
         scheduler=scheduler,
@@ -105,7 +105,12 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
 
 
 def _load_weights(
-    model: nn.ModuleDict, source: WanSource, seed: int, device: torch.device, dtype: str
+    model: nn.ModuleDict,
+    source: WanSource,
+    seed: int,
+    device: torch.device,
+    dtype: str,
+    progress: Progress,
 ) -> tuple[list[WanModel], tuple[str, ...]]:
     """The transformers with weights from the folder or seeded, also put into `model`; and a note on seeded ones."""
     experts = []
@@ -114,7 +119,7 @@ def _load_weights(
             expert = WanModel.from_pretrained(source.folder / name, device=device, dtype=dtype)
         else:
             expert = cast(WanModel, model[name])
-            materialise_seeded(expert, seeded_generator(seed, stream, device), dtype)
+            materialise_seeded(expert, seeded_generator(seed, stream, device), dtype, progress)
         model[name] = expert
         experts.append(expert)
     if source.folder is not None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from omni_attn.models.checkpoint import resolve_float
+from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.model import WanModel
@@ -34,7 +35,9 @@ _TURN = 0.2  # radians per token of the channel pairs that carry positions
 _FEED_FORWARD, _CROSS, _TIME, _TABLE = 0.3, 0.05, 0.1, 0.02  # small, so that they colour the result only
 
 
-def materialise_seeded(model: WanModel, generator: torch.Generator, dtype: str) -> WanModel:
+def materialise_seeded(
+    model: WanModel, generator: torch.Generator, dtype: str, progress: Progress = no_progress
+) -> WanModel:
     """The model, built on the meta device, with weights drawn on the generator's device.
 
     Every weight is made in its final dtype, one at a time, so that the peak is about the model itself. Equal seeds
@@ -44,7 +47,8 @@ def materialise_seeded(model: WanModel, generator: torch.Generator, dtype: str) 
     device = generator.device
     frame = _Frame.build(model.config, generator.initial_seed())
     weights = {}
-    for name, parameter in model.named_parameters():
+    named = list(model.named_parameters())
+    for name, parameter in progress(named, len(named), "seeding weights"):
         own_dtype = torch.float32 if keeps_float32(name) else target
         weight = torch.empty(parameter.shape, dtype=own_dtype, device=device)
         weights[name] = _fill(weight, name, model.config, frame, generator)
