@@ -64,8 +64,10 @@ def main() -> None:
     rows = []
     with torch.inference_mode():
         for kernel, variant, bare, peer in candidates(query, key, value):
-            with suppress(OmniAttnError):
+            try:
                 rows.append(measure(kernel, variant, bare, peer, query, key, value))
+            except OmniAttnError as error:
+                print(f"{kernel} {variant or ''}: {error}")
     for row in rows:
         peer_text = "no such kernel in diffusers here"
         if row.diffusers_us is not None:

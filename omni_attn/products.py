@@ -27,9 +27,8 @@ def build_prepared(
     reads: frozenset[str] = frozenset()
     refusals: list[MetadataError] = []
     for index, route in enumerate(routes):
-        reads = reads | frozenset(
-            route.builder.reads
-        )  # a refusal may rest on any field that its builder reads
+        # A refusal may rest on any field that its builder reads.
+        reads = reads | frozenset(route.builder.reads)
         try:
             _check_heads(route, record)
             product = build_product(route.builder, record, lengths)
@@ -39,7 +38,7 @@ def build_prepared(
         refusal = str(refusals[0]) if refusals else None
         if refusal is not None:
             _log_fallback(routes[0], route, refusal)
-        mask = None if record.mask_mode == "none" else record.attn_mask
+        mask = None if record.hides_nothing else record.attn_mask
         return Prepared(
             product=product,
             lengths=lengths,
@@ -47,7 +46,7 @@ def build_prepared(
             reads=reads,
             refusal=refusal,
             mask_batch=_batch_of(record),
-            mask_device=None if mask is None or record.hides_nothing else mask.device,
+            mask_device=None if mask is None else mask.device,
         )
     raise refusals[0]
 

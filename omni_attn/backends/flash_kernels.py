@@ -119,25 +119,9 @@ class FlashKernel:
     flash_attn_func: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
 
-    def dense(
-        self,
-        query_BSHD: torch.Tensor,
-        key_BSGD: torch.Tensor,
-        value_BSGD: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Output [B, Sq, H, D]."""
-        output = self.flash_attn_func(
-            unit_stride(query_BSHD),
-            unit_stride(key_BSGD),
-            unit_stride(value_BSGD),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
-        )
-        return _first(output)
+    def dense(self, *arguments: Any) -> torch.Tensor:
+        """Output [B, Sq, H, D]; arguments as of `dense_with_lse`."""
+        return _first(self._attend(*arguments))
 
     def dense_with_lse(
         self,
@@ -149,16 +133,30 @@ class FlashKernel:
         window: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, Sq, H, D] and log-sum-exp [B, H, Sq] float32."""
-        output = self.flash_attn_func(
+        output = self._attend(
+            query_BSHD, key_BSGD, value_BSGD, softmax_scale, causal, window, return_attn_probs=True
+        )
+        return output[0], output[1]
+
+    def _attend(
+        self,
+        query_BSHD: torch.Tensor,
+        key_BSGD: torch.Tensor,
+        value_BSGD: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window: tuple[int, int],
+        **extra: bool,
+    ) -> Any:
+        return self.flash_attn_func(
             unit_stride(query_BSHD),
             unit_stride(key_BSGD),
             unit_stride(value_BSGD),
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window,
-            return_attn_probs=True,
+            **extra,
         )
-        return output[0], output[1]
 
     def varlen(
         self,
@@ -228,9 +226,7 @@ def import_flash_kernel(variant: str | None, head_size: int) -> FlashKernel:
             raise _broken(variant, package, error) from error
         except Exception as error:
             raise _broken(variant, package, error) from error
-        functions = {
-            name: getattr(module, name, None) for name in ("flash_attn_func", "flash_attn_varlen_func")
-        }
+        functions = {name: getattr(module, name, None) for name in package.symbols}
         lacking = [name for name, function in functions.items() if not callable(function)]
         if lacking:
             raise BackendImportError(

@@ -111,8 +111,7 @@ class MaskedImpl(AttentionImpl):
             return output.transpose(1, 2).contiguous()
         if metadata.segments is not None:
             return attend_segments(self._whole, query, key, value, metadata.segments)
-        if metadata.unused_keys is not None:
-            key, value = (x.masked_fill(metadata.unused_keys, 0.0) for x in (key, value))
+        key, value = _used(metadata, key), _used(metadata, value)
         return self._whole(query, key, value, metadata.mask, metadata.empty_rows)
 
     def forward_with_lse(
@@ -127,8 +126,7 @@ class MaskedImpl(AttentionImpl):
             raise MetadataError(
                 f"{type(self).__name__}: LSE of packed sequences is not available; pass them one by one"
             )
-        if metadata.unused_keys is not None:
-            key, value = (x.masked_fill(metadata.unused_keys, 0.0) for x in (key, value))
+        key, value = _used(metadata, key), _used(metadata, value)
         mask, empty_rows, is_causal = self._positions(query, key, metadata.mask, metadata.empty_rows)
         output, lse = self.attend_with_lse(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, is_causal
@@ -172,3 +170,8 @@ class MaskedImpl(AttentionImpl):
         )
         keep = keep[None, None]
         return keep, rows_without_key(keep), False
+
+
+def _used(metadata: MaskedMetadata, tensor: torch.Tensor) -> torch.Tensor:
+    """Keys or values with zeros behind the last boundary: weight 0 times a NaN there would be NaN."""
+    return tensor if metadata.unused_keys is None else tensor.masked_fill(metadata.unused_keys, 0.0)

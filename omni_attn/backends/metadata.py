@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -147,7 +148,7 @@ class AttentionMetadata:
             if not f.name.endswith("memo") and _is_stated(getattr(self, f.name), f.name)
         )
 
-    @property
+    @cached_property
     def hides_nothing(self) -> bool:
         """True where no key is masked: no mask, mode "none", or a mask on the host, where a look is free."""
         mask = self.attn_mask

@@ -64,9 +64,8 @@ def register_diffusion_backend(
         _classes.pop(path, None)
     else:
         path = f"{target.__module__}.{target.__qualname__}"
-        if not _leads_to(
-            target
-        ):  # a class that no path leads to (made in a function): the name tells it apart
+        # A class that no path leads to, made in a function say, is told apart by its name.
+        if not _leads_to(target):
             path = f"{path}#{key}"
         _classes[path] = _checked(target, path, key)
     _registered[key] = path

@@ -34,9 +34,8 @@ class TorchSDPAImpl(MaskedImpl):
         is_causal: bool,
     ) -> torch.Tensor:
         """See MaskedImpl.attend."""
-        if (
-            self._bare and mask is None
-        ):  # the hot path of diffusion models: each argument left out saves host time
+        # The hot path of diffusion models: each argument left out saves host time.
+        if self._bare and mask is None:
             return F.scaled_dot_product_attention(query, key, value)
         grouped = self.num_kv_heads != self.num_heads
         if mask is not None:
