@@ -48,5 +48,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with the versions in constraints.txt; the first time this takes a minute or more."
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools torch
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,pipelines]"
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,pipelines,viz]"
 	@touch $@

@@ -1,165 +1,85 @@
-"""Time and error of every dense backend that this machine accepts, on shapes of diffusion transformers.
+"""Selection regret: how the platform default compares with the fastest exact backend, on shapes of diffusion models.
 
-    python -m benchmarks.dense [--json FILE]
+    python -m benchmarks.dense [--shapes NAME,...] [--rounds N] [--json FILE]
 
-Rounds of all backends alternate; the median of CUDA-event timings counts. TFLOP/s = 4 B Sq Sk H D / time. The error is
-the relative Frobenius error of 64 sampled query rows against float64. The last column of a shape's row says how the
-platform default compares with the fastest: the default orders in omni_attn/platforms/cuda.py rest on this script.
+A thin script over omni_attn.tuning, which also serves `omni-attn bench`: rounds of all backends alternate, and the
+median of CUDA-event timings counts. Targets: default / best at least 0.95 on each shape and 0.97 on average. The
+default orders in omni_attn/platforms/cuda.py rest on this script.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.machine import machine_line
-from omni_attn import Attention, AttentionConfig, AttentionMetadata, prepare_attention, use_attention_config
-from omni_attn.backends.registry import load_backend, registered_names
-from omni_attn.errors import OmniAttnError
-from omni_attn.ops.reference import reference_attention
 from omni_attn.platforms import current_omni_platform
+from omni_attn.tuning.bench import ROUNDS, ShapeResults, bench, mean_default_ratio
+from omni_attn.tuning.clocks import method_of
+from omni_attn.tuning.machine import machine_line
+from omni_attn.tuning.shapes import LARGE, shapes_named
 
-SHAPES = {  # B, Sq, Sk, H, D
-    "flux 1024": (1, 4608, 4608, 24, 128),
-    "sd3-like": (2, 4250, 4250, 24, 64),
-    "wan 1.3b 480p self": (1, 32760, 32760, 12, 128),
-    "wan 14b 480p cross": (1, 32760, 512, 40, 128),
-    "wan 14b 720p self": (1, 75600, 75600, 40, 128),
-}
-ROUNDS = 7
-SAMPLED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Row:
-    """One backend on one shape."""
-
-    shape: str
-    backend: str
-    milliseconds: float
-    tflops: float
-    error: float
-    is_default: bool
+EACH, MEAN = 0.95, 0.97
 
 
 def main() -> None:
-    """Measures, prints a table, and the ratio of the default to the best."""
+    """Measures, prints each shape as it comes, and the ratios with their targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--shapes", default=",".join(LARGE), help="named shapes, with commas between them")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU, found none: these shapes are timed with CUDA events")
-    print(machine_line("cuda"))
-    rows = []
-    with torch.inference_mode():
-        for name in SHAPES:
-            rows += measure(name)
-            shape_rows = [row for row in rows if row.shape == name]
-            best = min(row.milliseconds for row in shape_rows)
-            for row in shape_rows:
-                mark = f"default, {best / row.milliseconds:.3f} of the best" if row.is_default else ""
-                print(
-                    f"{row.shape:20} {row.backend:18} {row.milliseconds:9.3f} ms {row.tflops:7.1f} TFLOP/s "
-                    f"error {row.error:.2e} {mark}"
-                )
+    device = torch.device("cuda", torch.cuda.current_device())
+    platform = current_omni_platform(device)
+    machine = f"{machine_line(platform.device)}, bfloat16"
+    print(f"{machine}\nalternating rounds: {arguments.rounds}, medians; {method_of(device)}")
+    found = []
+    shapes = shapes_named(arguments.shapes.split(","))
+    for results in bench(shapes, platform, device, "bfloat16", rounds=arguments.rounds):
+        found.append(results)
+        print_shape(results)
+    print_ratios(found)
     if arguments.json:
-        report = {"machine": machine_line("cuda"), "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(report, indent=1))
+        report = {"machine": machine, "shapes": [results.to_dict() for results in found]}
+        arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
-def measure(name: str) -> list[Row]:
-    """All accepted backends and variants on one shape."""
-    batch, queries, keys, heads, size = SHAPES[name]
-    query = torch.randn(batch, queries, heads, size, device="cuda", dtype=torch.bfloat16)
-    key, value = (
-        torch.randn(batch, keys, heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-    )
-    sample = torch.randint(queries, (SAMPLED_ROWS,), device="cuda")
-    expected = sampled_reference(query, key, value, sample)
-    calls = {label: layer_call(layer, query, key, value) for label, layer in layers(name).items()}
-    default = layer_for({}, name)
-    times: dict[str, list[float]] = {label: [] for label in calls}
-    errors = {}
-    for label, call in calls.items():
-        output = call()[:, sample].double()
-        errors[label] = ((output - expected).norm() / expected.norm()).item()
-        call()
-    for _ in range(ROUNDS):
-        for label, call in calls.items():
-            times[label].append(event_milliseconds(call))
-    assert default.selection is not None
-    work = 4 * batch * queries * keys * heads * size
-    rows = []
-    for label, values in times.items():
-        median = statistics.median(values)
-        rows.append(
-            Row(name, label, median, work / median / 1e9, errors[label], label == default.selection.label)
+def print_shape(results: ShapeResults) -> None:
+    """One line per backend: its numbers, or why it has none."""
+    print(f"\n{results.shape.name}: {results.shape}")
+    for row in results.results:
+        if row.milliseconds is None:
+            print(f"  {row.label:28} {row.status}: {row.reason}")
+            continue
+        marks = ["default"] * (row.label == results.default) + ["wrong numbers"] * row.is_broken
+        marks += [str(row.candidate.numerics)] * (row.candidate.numerics != "exact")
+        memory = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:8.1f} MiB"
+        print(
+            f"  {row.label:28} {row.milliseconds:9.3f} ms {row.tflops:7.1f} TFLOP/s  error {row.error:.2e} "
+            f"{memory}  {', '.join(marks)}"
         )
-    return rows
 
 
-def layers(name: str) -> dict[str, Attention]:
-    """A layer for each backend and variant that accepts the shape here."""
-    platform = current_omni_platform("cuda")
-    found = {}
-    for backend in registered_names():
-        facts = load_backend(platform.class_path(backend), backend).facts
-        variants: list[str | None] = [v.name for v in facts.variants]
-        for variant in variants or [None]:
-            spec = {"backend": backend} | ({"variant": variant} if variant else {})
-            try:
-                layer = layer_for({"default": spec}, name)
-            except OmniAttnError as error:
-                print(f"{name:20} {backend} {variant or ''}: {str(error).splitlines()[0][:150]}")
-                continue
-            assert layer.selection is not None
-            found[layer.selection.label] = layer
-    return found
+def print_ratios(found: list[ShapeResults]) -> None:
+    """default / best of each shape, and their mean."""
+    print("\ndefault / fastest exact")
+    for results in found:
+        ratio, best = results.default_ratio, results.best
+        if ratio is None or best is None:
+            print(f"  {results.shape.name:28} the default ({results.default or 'none'}) was not timed")
+            continue
+        print(f"  {results.shape.name:28} {_held(ratio, EACH)}  {results.default} against {best.label}")
+    mean = mean_default_ratio(found)
+    if mean is not None:
+        print(f"  {'mean':28} {_held(mean, MEAN)}")
 
 
-def layer_for(config: dict[str, object], name: str) -> Attention:
-    """A layer of a shape's geometry under a config."""
-    _, queries, keys, heads, size = SHAPES[name]
-    lengths = {"self": (queries, keys)}
-    parsed = AttentionConfig.model_validate(config)
-    with use_attention_config(parsed, device="cuda", dtype=torch.bfloat16, lengths=lengths):
-        return Attention(heads, size, role="self", mask_usage="never")
-
-
-def layer_call(
-    layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """A prepared call of a layer."""
-    record = AttentionMetadata()
-    prepare_attention(layer, {"self": record}, {"self": (query.shape[1], key.shape[1])})
-    return lambda: layer(query, key, value, record)
-
-
-def sampled_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sample: torch.Tensor
-) -> torch.Tensor:
-    """float64 attention of some query rows, head by head to bound memory."""
-    heads = [
-        reference_attention(query[:, sample, h : h + 1], key[:, :, h : h + 1], value[:, :, h : h + 1])[0]
-        for h in range(query.shape[2])
-    ]
-    return torch.cat(heads, dim=2)
-
-
-def event_milliseconds(call: Callable[[], torch.Tensor]) -> float:
-    """Device time of one call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
+def _held(ratio: float, target: float) -> str:
+    return f"{ratio:.3f} (target {target}{'' if ratio >= target else ', missed'})"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Host time that the layer adds to the bare kernel call, beside diffusers' dispatcher, in one run.
 
-    python -m benchmarks.dispatch_overhead [--json FILE]
+    python -m benchmarks.dispatch_overhead [--rounds N] [--json FILE]
 
-Tiny tensors, so that the host is what is measured. "Bare" calls the kernel on the same [B, S, H, D] tensors, with the
-views that its own layout needs. Rounds of all candidates alternate; the median of the rounds counts, and the target
-is a third of what diffusers adds for the same kernel.
+Tiny tensors, so that the host is what is measured. "Bare" calls the kernel by hand on the same tensors (see
+bare_calls.py). Rounds of all candidates alternate; the median of the rounds counts. The targets are a third of what
+diffusers adds for the same kernel, and 8 microseconds.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from benchmarks.bare_calls import BareKernel, Call, Tensors, bare_kernels
 from benchmarks.machine import machine_line
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, prepare_attention, use_attention_config
 from omni_attn.errors import OmniAttnError
 
 CALLS_PER_ROUND = 300
 ROUNDS = 101
-SHAPE = (1, 64, 2, 64)  # B, S, H, D
-
-Call = Callable[[], torch.Tensor]
+SHAPE = (1, 64, 2, 128)  # B, S, H, D
 
 
 @dataclass(frozen=True)
@@ -55,26 +51,28 @@ def main() -> None:
     """Measures every backend that runs here, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="alternating rounds of each candidate")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     query, key, value = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
+    tensors = (query, key, value)
     print(machine_line(device))
     rows = []
     with torch.inference_mode():
-        for kernel, variant, bare, peer in candidates(query, key, value):
+        for kernel in bare_kernels(tensors):
             try:
-                rows.append(measure(kernel, variant, bare, peer, query, key, value))
+                rows.append(measure(kernel, tensors, arguments.rounds))
             except OmniAttnError as error:
-                print(f"{kernel} {variant or ''}: {error}")
+                print(f"{kernel.backend} {kernel.variant or ''}: {error}")
     for row in rows:
         peer_text = "no such kernel in diffusers here"
         if row.diffusers_us is not None:
             added = row.diffusers_us - row.bare_us
             peer_text = f"diffusers adds {added:6.2f}, ratio {row.ratio:.2f} (target 0.33)"
         print(
-            f"{row.kernel:18} bare {row.bare_us:7.2f} us, layer adds {row.layer_us - row.bare_us:6.2f}, {peer_text}"
+            f"{row.kernel:22} bare {row.bare_us:7.2f} us, layer adds {row.layer_us - row.bare_us:6.2f}, {peer_text}"
         )
     if arguments.json:
         report = {
@@ -82,53 +80,6 @@ def main() -> None:
             "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
         }
         arguments.json.write_text(json.dumps(report, indent=1))
-
-
-def candidates(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> list[tuple[str, str | None, Call, Call | None]]:
-    """(backend, variant, bare call, diffusers call) of every kernel that could run on the tensors' device."""
-
-    def sdpa() -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        ).transpose(1, 2)
-
-    found: list[tuple[str, str | None, Call, Call | None]] = [
-        ("TORCH_SDPA", None, sdpa, diffusers_call("native", query, key, value))
-    ]
-    if query.is_cuda:
-        operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-
-        def cudnn() -> torch.Tensor:
-            views = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            output: torch.Tensor = operator(*views, None, False)[0]
-            return output.transpose(1, 2)
-
-        found.append(("CUDNN_ATTN", None, cudnn, diffusers_call("_native_cudnn", query, key, value)))
-        with suppress(ImportError):
-            from flash_attn_interface import flash_attn_func as fa3
-
-            found.append(
-                (
-                    "FLASH_ATTN",
-                    "fa3",
-                    lambda: fa3(query, key, value),
-                    diffusers_call("_flash_3", query, key, value),
-                )
-            )
-        with suppress(ImportError):
-            from flash_attn import flash_attn_func as fa2
-
-            found.append(
-                (
-                    "FLASH_ATTN",
-                    "fa2",
-                    lambda: fa2(query, key, value),
-                    diffusers_call("flash", query, key, value),
-                )
-            )
-    return found
 
 
 def diffusers_call(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call | None:
@@ -149,33 +100,26 @@ def diffusers_call(name: str, query: torch.Tensor, key: torch.Tensor, value: tor
     return call
 
 
-def measure(
-    kernel: str,
-    variant: str | None,
-    bare: Call,
-    peer: Call | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> Row:
+def measure(kernel: BareKernel, tensors: Tensors, rounds: int) -> Row:
     """Alternating rounds of the bare call, a prepared layer, and diffusers."""
-    spec = {"backend": kernel} | ({"variant": variant} if variant else {})
-    with use_attention_config(
-        AttentionConfig.model_validate({"default": spec}), device=query.device, dtype=query.dtype
-    ):
+    query = tensors[0]
+    spec = {"backend": kernel.backend} | ({"variant": kernel.variant} if kernel.variant else {})
+    config = AttentionConfig.model_validate({"default": spec})
+    with use_attention_config(config, device=query.device, dtype=query.dtype):
         layer = Attention(SHAPE[2], SHAPE[3], role="self", mask_usage="never")
     record = AttentionMetadata()
     prepare_attention(layer, {"self": record}, {"self": (SHAPE[1], SHAPE[1])})
-    calls: dict[str, Call] = {"bare": bare, "layer": lambda: layer(query, key, value, record)}
+    calls: dict[str, Call] = {"bare": kernel.call, "layer": lambda: layer(*tensors, record)}
+    peer = None if kernel.diffusers is None else diffusers_call(kernel.diffusers, *tensors)
     if peer is not None:
         calls["diffusers"] = peer
-    torch.testing.assert_close(calls["layer"](), bare(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(calls["layer"](), kernel.call(), rtol=2e-2, atol=2e-2)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(host_microseconds(call))
     median = {name: statistics.median(values) for name, values in times.items()}
-    label = f"{kernel} {variant or ''}".strip()
+    label = f"{kernel.backend} {kernel.variant or ''}".strip()
     return Row(label, median["bare"], median["layer"], median.get("diffusers"))
 
 

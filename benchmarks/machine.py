@@ -8,12 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from omni_attn.platforms.detect import processor_name
+
 PEERS = ("diffusers", "fa3-fwd", "tokenspeed-fa3", "flash-attn", "triton")
 
 
 def machine_line(device: str) -> str:
     """Device, software versions and date, for instance to head a table."""
-    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
+    name = torch.cuda.get_device_name() if device == "cuda" else processor_name() or platform.machine()
     found = [f"torch {torch.__version__}"]
     if device == "cuda":
         found.append(f"cuDNN {torch.backends.cudnn.version()}")  # type: ignore[no-untyped-call]
@@ -23,12 +25,3 @@ def machine_line(device: str) -> str:
         except PackageNotFoundError:
             continue
     return f"{name}, Python {platform.python_version()}, {', '.join(found)}, {datetime.date.today()}"
-
-
-def processor_name() -> str:
-    """The CPU's model name where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

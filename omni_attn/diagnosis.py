@@ -20,7 +20,7 @@ from omni_attn.platforms import OmniPlatform, current_omni_platform
 
 # A layer of which nothing is known that could speak against a backend, and everything that could speak for it.
 ANY_LAYER = AttentionRequest(role="any", num_heads=None, head_size=-1, video_grid=True)
-HEAD_SIZE = 64  # of the kernel that is constructed as a trial; every backend serves it
+HEAD_SIZE = 128  # of the kernel that is constructed as a trial; every backend serves it
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,5 @@ def _versions(device: DeviceInfo) -> dict[str, str]:
         versions["triton"] = version("triton")
     except PackageNotFoundError:
         versions["triton"] = "not installed"
-    if device.cudnn is None:
-        versions["cudnn"] = "none"
-    else:
-        major, rest = divmod(device.cudnn, 10000)
-        versions["cudnn"] = f"{major}.{rest // 100}.{rest % 100}"
+    versions["cudnn"] = device.cudnn_text or "none"
     return versions

@@ -75,7 +75,7 @@ class BackendImportError(OmniAttnError, ImportError):
 
 
 class MissingExtraError(OmniAttnError, ImportError):
-    """A library of the `pipelines` extra is missing; the text ends with the command that installs it."""
+    """A library of the `pipelines` or `viz` extra is missing; the text ends with the command that installs it."""
 
 
 class MetadataError(OmniAttnError, ValueError):

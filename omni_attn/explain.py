@@ -7,10 +7,11 @@ nothing; then every distinct request is selected on its own, so that all refusal
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from omni_attn.config import TunedFor
 from omni_attn.config.names import nearest
 from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError
 from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
@@ -67,12 +68,14 @@ class PipelineExplanation:
 
     Attributes:
         unmatched: key path -> what is wrong, for each key of `per_role` that no layer of the model answers to.
+        notes: what a person should know beside that: a tuned file that was measured on another machine.
     """
 
     device: DeviceInfo
     dtype: str
     roles: tuple[RoleExplanation, ...]
     unmatched: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -89,11 +92,12 @@ class PipelineExplanation:
             raise BackendRejectedError("\n".join(self.refusals))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the device and its facts, the dtype, and the roles."""
+        """Plain data for JSON: the device and its facts, the dtype, the roles, and the notes."""
         return {
             "device": to_plain(self.device),
             "dtype": self.dtype,
             "roles": [role.to_dict() for role in self.roles],
+            "notes": list(self.notes),
         }
 
 
@@ -114,6 +118,36 @@ def explain_pipeline(config: PipelineConfig, platform: OmniPlatform | None = Non
             for request, layers in requests.items()
         ),
         unmatched=unmatched_roles(config.attention, requests),
+        notes=tuned_elsewhere(config.tuned_for, measured_on(platform.device, dtype, requests)),
+    )
+
+
+def measured_on(device: DeviceInfo, dtype: str, requests: Iterable[AttentionRequest]) -> TunedFor:
+    """What a file that is tuned here and now would say."""
+    lengths = {
+        request.role: (request.max_seqlen_q, request.max_seqlen_k)
+        for request in requests
+        if request.max_seqlen_q and request.max_seqlen_k
+    }
+    return TunedFor(
+        device=device.product,
+        capability=device.name,
+        torch=device.torch_version,
+        cudnn=device.cudnn_text,
+        packages=device.packages,
+        dtype=dtype,
+        lengths=lengths,
+    )
+
+
+def tuned_elsewhere(tuned: TunedFor | None, here: TunedFor) -> tuple[str, ...]:
+    """A note if a file was tuned on another machine than this, or for other sizes; nothing else."""
+    differences = () if tuned is None else tuned.differences(here)
+    if not differences:
+        return ()
+    return (
+        f"tuned_for: measured under other conditions: {'; '.join(differences)}. The file's choices hold as they are "
+        "written and may not be the fastest here; `omni-attn tune` measures anew.",
     )
 
 

@@ -16,11 +16,12 @@ from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.products import build_prepared
-from omni_attn.routes import Route, build_routes, canonical_overrides, group_name
+from omni_attn.routes import Route, build_routes, canonical_overrides, group_name, served_dtypes
 from omni_attn.selector import CollectedLayer, Selection, current_scope, select
 
 if TYPE_CHECKING:
     from omni_attn.backends.abstract import AttentionImpl
+    from omni_attn.calibration import LayerCalibration
     from omni_attn.config import AttentionConfig
     from omni_attn.facts.request import MaskUsage, SequenceParallel
 
@@ -120,6 +121,7 @@ class Attention(nn.Module):
         self.custom_attention = custom_attention
         self.impl_overrides = canonical_overrides(impl_overrides)
         self.fallbacks_taken = 0
+        self._calibration: LayerCalibration | None = None
         self._config, self._platform = scope.config_for(config), scope.platform_or_current()
         routes: tuple[Route, ...] = ()
         if custom_attention is None and scope.collected is None:
@@ -134,11 +136,14 @@ class Attention(nn.Module):
         self._impls = tuple(route.impl for route in routes)
         self._dtypes: tuple[torch.dtype, ...] = ()
         self.group_id = "custom_attention" if self.custom_attention is not None else "not selected"
+        if self._calibration is not None:
+            for route in routes:
+                route.builder.calibration = self._calibration
         if routes:
             # One object for layers of equal needs: compiled code then sees that equal layers are equal.
             self.request = routes[0].selection.request
             self.group_id = group_name(routes)
-            self._dtypes = tuple(getattr(torch, name) for name in sorted(routes[0].facts.dtypes))
+            self._dtypes = tuple(getattr(torch, name) for name in served_dtypes(routes[0], self._platform))
         stated = self.request.dtype
         self._dtype: torch.dtype | None = None if stated is None else getattr(torch, stated)
         self._own_record = AttentionMetadata()  # of calls that state nothing
@@ -181,6 +186,11 @@ class Attention(nn.Module):
         """Whether the selected backend reads a layer input (`gate_compress`), so that a model may skip making it."""
         return any(name in route.layer_inputs for route in self._routes)
 
+    def calibrate(self, calibration: LayerCalibration) -> None:
+        """Tells the builders what a checkpoint says about this layer, for options that need it (target_sparsity)."""
+        self._calibration = calibration
+        self._settle(self._routes)
+
     def prepare(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Prepared:
         """What calls with `lengths` = (query tokens, key tokens) need; built unless the group already has it.
 
@@ -193,7 +203,7 @@ class Attention(nn.Module):
             )
         self._check_mask_usage(record)
         made = record.prepared(self.group_id)
-        if made is None or made.lengths != lengths:
+        if made is None or made.lengths != lengths or made.mask_version != record.mask_version:
             made = build_prepared(self._routes, record, lengths)
             record.keep(self.group_id, made)
         self._active = made

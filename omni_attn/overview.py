@@ -14,7 +14,9 @@ from omni_attn.backends.registry import (
     runtime_path,
 )
 from omni_attn.facts import BackendFacts, KernelFacts
+from omni_attn.facts.device import FAMILIES_WITH_CAPABILITY
 from omni_attn.plain import to_plain
+from omni_attn.platforms import family_class_paths
 
 PLACE_COLUMNS = ("backend", "variant", "devices", "needs", "dtypes", "head sizes", "numerics", "tested on")
 FEATURE_COLUMNS = (
@@ -36,6 +38,20 @@ UNTESTED = "untested on hardware"
 
 
 @dataclass(frozen=True)
+class ListedBackend:
+    """One class of the overview: a name's own, or the one that a device family has for it."""
+
+    name: str
+    facts: BackendFacts
+    family: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, and the family: "FLASH_ATTN on rocm"."""
+        return self.name if self.family is None else f"{self.name} on {self.family}"
+
+
+@dataclass(frozen=True)
 class BackendRow:
     """One kernel of the overview: a backend's variant, or the backend itself where it has none."""
 
@@ -53,7 +69,7 @@ class BackendRow:
             _devices(self.kernel),
             " or ".join(map(str, self.kernel.packages)) or "torch",
             _join(self.kernel.dtypes),
-            str(self.kernel.head_sizes),
+            _head_sizes(self.kernel),
             numerics,
             ", ".join(self.kernel.tested_on) or UNTESTED,
         )
@@ -74,35 +90,48 @@ class BackendRow:
         )
 
 
-def built_in_facts() -> dict[str, BackendFacts]:
-    """Facts of the backends that come with omni_attn, whatever else is registered on this machine."""
-    return {
-        member.name: load_backend(member.value, member.name).facts for member in DiffusionAttentionBackendEnum
-    }
+def built_in_facts() -> tuple[ListedBackend, ...]:
+    """Every class that comes with omni_attn, whatever else is registered on this machine."""
+    return _listed({member.name: member.value for member in DiffusionAttentionBackendEnum})
 
 
-def registered_facts() -> dict[str, BackendFacts]:
-    """Facts of every backend that can be selected here, those of other people's packages included."""
-    paths = {name: runtime_path(name) or default_path(name) for name in registered_names()}
-    return {name: load_backend(path, name).facts for name, path in paths.items()}
+def registered_facts() -> tuple[ListedBackend, ...]:
+    """Every class that can be selected somewhere, those of other people's packages included.
+
+    A class that was registered at run time holds on every device family.
+    """
+    return _listed({name: runtime_path(name) or default_path(name) for name in registered_names()})
 
 
-def backend_rows(backends: dict[str, BackendFacts]) -> list[BackendRow]:
+def _listed(paths: dict[str, str]) -> tuple[ListedBackend, ...]:
+    found = []
+    for name, path in paths.items():
+        found.append(ListedBackend(name, load_backend(path, name).facts))
+        replaced = runtime_path(name) == path
+        found += [
+            ListedBackend(name, load_backend(own, name).facts, family)
+            for family, replaces, own in family_class_paths()
+            if replaces == name and not replaced
+        ]
+    return tuple(found)
+
+
+def backend_rows(backends: Sequence[ListedBackend]) -> list[BackendRow]:
     """One row per kernel, in the order of `backends` and of their variants."""
-    return [row for name, facts in backends.items() for row in _rows_of(name, facts)]
+    return [row for backend in backends for row in _rows_of(backend)]
 
 
-def backends_as_data(backends: dict[str, BackendFacts]) -> list[dict[str, Any]]:
-    """The facts of every backend as plain data for JSON."""
-    return [{"backend": name, **to_plain(facts)} for name, facts in backends.items()]
+def backends_as_data(backends: Sequence[ListedBackend]) -> list[dict[str, Any]]:
+    """The facts of every class as plain data for JSON; `family` is null for a name's own class."""
+    return [{"backend": b.name, "family": b.family, **to_plain(b.facts)} for b in backends]
 
 
-def backends_markdown(backends: dict[str, BackendFacts]) -> str:
+def backends_markdown(backends: Sequence[ListedBackend]) -> str:
     """The two tables as GitHub Markdown, with one line on each backend above them."""
     rows = backend_rows(backends)
     return "\n".join(
         [
-            *(f"- `{name}`: {facts.summary}" for name, facts in backends.items()),
+            *(f"- `{b.name}`{b.label.removeprefix(b.name)}: {b.facts.summary}" for b in backends),
             "",
             "## Where a backend runs",
             "",
@@ -116,7 +145,8 @@ def backends_markdown(backends: dict[str, BackendFacts]) -> str:
     )
 
 
-def _rows_of(name: str, facts: BackendFacts) -> Iterator[BackendRow]:
+def _rows_of(backend: ListedBackend) -> Iterator[BackendRow]:
+    name, facts = backend.name, backend.facts
     if not facts.variants:
         yield BackendRow(name, None, facts, facts)
     for variant in facts.variants:
@@ -130,14 +160,26 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> It
         yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 
 
+def _head_sizes(kernel: KernelFacts) -> str:
+    apart = (f"{row.head_sizes} on {row.capabilities}" for row in kernel.capability_head_sizes)
+    return "; ".join((str(kernel.head_sizes), *apart))
+
+
 def _devices(kernel: KernelFacts) -> str:
-    kinds = _join(kernel.device_kinds) or "any"
     ranges = " or ".join(map(str, kernel.capabilities))
+    kinds = ", ".join(
+        f"{kind} {ranges}".strip() if kind in FAMILIES_WITH_CAPABILITY else kind
+        for kind in sorted(kernel.device_kinds)
+    )
+    if kernel.architectures:
+        kinds += f" {_join(kernel.architectures)}"
+    if kernel.excluded_architectures:
+        kinds += f" except {_join(kernel.excluded_architectures)}"
     floors = "".join(
         f"; cuDNN >= {floor.version // 10000}.{floor.version // 100 % 100} on {floor.capabilities}"
         for floor in kernel.cudnn
     )
-    return f"{kinds} {ranges}".strip() + floors
+    return (kinds or f"any {ranges}".strip()) + floors
 
 
 def _join(words: frozenset[str]) -> str:

@@ -47,6 +47,7 @@ def build_prepared(
             refusal=refusal,
             mask_batch=_batch_of(record),
             mask_device=None if mask is None else mask.device,
+            mask_version=record.mask_version,
         )
     raise refusals[0]
 

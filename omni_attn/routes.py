@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_attn.config.names import canonical_name
@@ -138,6 +138,18 @@ def _impl_class(selection: Selection, overrides: Mapping[str, type[AttentionImpl
     return override
 
 
+def served_dtypes(route: Route, platform: OmniPlatform) -> tuple[str, ...]:
+    """The dtypes in which the selected variant serves its layer; build flags and options count, beside the facts."""
+    selection, device = route.selection, platform.device
+    served = []
+    for dtype in sorted(route.facts.dtypes):
+        asked = (replace(selection.request, dtype=dtype), device, selection.spec)
+        reasons = selection.backend_cls.validate_configuration(*asked)
+        if not reasons and selection.backend_cls.select_variant(*asked) == selection.variant:
+            served.append(dtype)
+    return tuple(served)
+
+
 def canonical_overrides(
     overrides: Mapping[Any, type[AttentionImpl]] | None,
 ) -> dict[str, type[AttentionImpl]]:
@@ -148,8 +160,8 @@ def canonical_overrides(
 def group_name(routes: tuple[Route, ...]) -> str:
     """A string that is equal for layers which share what a builder prepares.
 
-    Backend, variant, impl class, spec and geometry of every route count. A string, since torch.compile cannot trace
-    specs as dictionary keys.
+    Backend, variant, impl class, spec, geometry and calibration of every route count. A string, since torch.compile
+    cannot trace specs as dictionary keys.
     """
     parts: list[object] = []
     for route in routes:
@@ -158,6 +170,9 @@ def group_name(routes: tuple[Route, ...]) -> str:
         parts += [selection.class_path, selection.variant, impl_cls.__qualname__, id(impl_cls)]
         parts += [request.num_heads, request.num_kv_heads, request.head_size, request.value_head_size]
         parts += [request.softmax_scale, request.causal, request.window]
-        parts += [None if spec is None else spec.model_dump_json()]
+        parts += [
+            None if spec is None else spec.model_dump_json(),
+            getattr(route.builder, "calibration", None),
+        ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     return f"{routes[0].selection.backend}:{type(routes[0].impl).__name__}:{digest}"

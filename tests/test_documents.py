@@ -1,17 +1,24 @@
-"""What README and CONTRIBUTING show is run: examples work, and the output beside them is what comes out."""
+"""What README and CONTRIBUTING show is run, and each backend has a page whose facts are those of selection."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.cli.app import app
-from omni_attn.testing import BackendConformance
+from omni_attn.facts import AttentionRequest
+from omni_attn.platforms import current_omni_platform
+from omni_attn.testing import BackendConformance, fake_device
 from omni_attn.testing.conformance import run_conformance
+from tools import docs
+from tools.backend_pages import END, START, PageError, backend_pages, page_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,4 +58,114 @@ def test_contributed_backend_conforms() -> None:
     outcomes = dict(run_conformance(suite))
     assert len(outcomes) > 15
     torch.compiler.reset()
-    assert {name: error for name, error in outcomes.items() if error is not None} == {}
+    assert {name: e for name, e in outcomes.items() if e is not None and not isinstance(e, SkipTest)} == {}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of docs/ to spoil."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return Path(shutil.copytree(ROOT / "docs", tmp_path / "docs"))
+
+
+def page(folder: Path, name: str = "FLASH_ATTN") -> Path:
+    return folder / page_of(name)
+
+
+def faults_of(folder: Path) -> str:
+    with pytest.raises(PageError) as raised:
+        backend_pages(folder)
+    return str(raised.value)
+
+
+def test_each_backend_has_a_page_with_fresh_facts() -> None:
+    pages = backend_pages(ROOT / "docs")
+    assert len(pages) == len(DiffusionAttentionBackendEnum)
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run `make docs`"
+        assert text.count(START) == text.count(END) == 1
+
+
+def test_the_matrix_leads_to_each_page_and_back() -> None:
+    matrix = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    for name in DiffusionAttentionBackendEnum.__members__:
+        assert matrix.count(f"]({page_of(name)})") >= 3  # the list and a row of each table
+        assert "(../backends.md)" in page(ROOT / "docs", name).read_text(encoding="utf-8")
+
+
+def test_a_page_without_facts_gets_them_and_its_prose_stays(folder: Path) -> None:
+    fresh = page(folder).read_text(encoding="utf-8")
+    prose = fresh.partition(START)[0].rstrip()
+    page(folder).write_text(prose + "\n", encoding="utf-8")
+    assert backend_pages(folder)[page(folder)] == fresh
+
+
+def test_stale_facts_are_replaced_where_they_stand(folder: Path) -> None:
+    fresh = page(folder).read_text(encoding="utf-8")
+    page(folder).write_text(fresh.replace("| fa3 | fa2 |", "| fa1 |") + "A last word.\n", encoding="utf-8")
+    assert backend_pages(folder)[page(folder)] == fresh + "A last word.\n"
+
+
+def test_what_is_missing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page(folder, "TORCH_SDPA").unlink()
+    text = page(folder).read_text(encoding="utf-8")
+    page(folder).write_text(text.replace("## Quality", "## Beauty"), encoding="utf-8")
+    first, second = faults_of(folder).splitlines()
+    assert first.startswith("docs/backends/torch_sdpa.md is missing: TORCH_SDPA") and "Install" in first
+    assert second.startswith("docs/backends/flash_attn.md lacks the section Quality")
+    monkeypatch.setattr(docs, "DOCS", folder)
+    for arguments in (["docs"], ["docs", "--check"]):
+        monkeypatch.setattr("sys.argv", arguments)
+        assert docs.main() == 1
+        assert capsys.readouterr().err == f"{first}\n{second}\n"
+
+
+@pytest.mark.parametrize("lost", [START, END])
+def test_a_lost_marker_is_named(folder: Path, lost: str) -> None:
+    text = page(folder).read_text(encoding="utf-8")
+    page(folder).write_text(text.replace(lost, ""), encoding="utf-8")
+    assert "flash_attn.md needs both markers" in faults_of(folder)
+
+
+def _rows_of_orders() -> dict[str, tuple[str, ...]]:
+    """Family -> backend names, as the table of docs/platforms.md has them."""
+    text = (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8")
+    table = text.partition("| family | order |")[2].partition("\n\n")[0]
+    cells = [row.split(" | ") for row in table.splitlines()[2:]]
+    return {row[0].removeprefix("| "): tuple(re.findall(r"[A-Z]+_[A-Z_]+", row[1])) for row in cells}
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "packages", "keys"),
+    [
+        ("CUDA, compute capability 9.x", "sm_90", {"fa3-fwd": "0.0.3", "flash-attn-4": "4.0.0b36"}, 512),
+        ("CUDA 9.x, else", "sm_90", {"flash-attn-4": "4.0.0b36"}, 4096),
+        ("CUDA 9.x, otherwise", "sm_90", {"flash-attn-4": "4.0.0b36"}, 4095),
+        ("CUDA 9.x, otherwise", "sm_90", {}, None),
+        ("CUDA 10.0 and newer", "sm_120", {}, None),
+        ("CUDA below 9.0", "sm_89", {}, None),
+        ("ROCm", "gfx942", {}, None),
+        ("NPU", "npu", {}, None),
+        ("XPU", "xpu", {}, None),
+        ("MUSA", "musa", {}, None),
+        ("MPS", "mps", {}, None),
+        ("CPU", "cpu", {}, None),
+    ],
+)
+def test_the_orders_on_the_page_are_those_in_force(
+    family: str, device: str, packages: dict[str, str], keys: int | None
+) -> None:
+    platform = current_omni_platform(fake_device(device, packages=packages, cudnn=91900))
+    request = AttentionRequest(
+        role="self",
+        num_heads=12,
+        head_size=128,
+        dtype="bfloat16",
+        mask_usage="never",
+        max_seqlen_q=keys,
+        max_seqlen_k=keys,
+    )
+    [stated] = [order for name, order in _rows_of_orders().items() if name.startswith(family)]
+    assert stated == platform.default_order(request)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from omni_attn.backends.metadata import AttentionMetadata
+    from omni_attn.calibration import LayerCalibration
     from omni_attn.config import AttentionSpec
 
 
@@ -67,8 +68,10 @@ class AttentionMetadataBuilder(_LayerGeometry, ABC):
     """
 
     #: Fields of AttentionMetadata that `build` looks at. A record that states a binding field not named here is
-    #: refused before `build` is called.
-    reads: ClassVar[frozenset[str]] = frozenset()
+    #: refused before `build` is called. A builder whose spec decides that sets it on itself.
+    reads: frozenset[str] = frozenset()
+    #: What a checkpoint says about the layers it builds for, see `Attention.calibrate`; None = nothing was said.
+    calibration: LayerCalibration | None = None
 
     @abstractmethod
     def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Any:
@@ -184,15 +187,21 @@ class AttentionBackend:
         cls, request: AttentionRequest, device: DeviceInfo, spec: AttentionSpec | None
     ) -> list[str]:
         """Reasons, each "needs X, found Y", why this backend cannot serve the request here; empty = it can."""
-        _, reasons = choose_variant(cls.facts, request, device, spec.variant if spec else None)
-        return [*reasons, *cls._option_reasons(spec)]
+        return [*cls._choose(request, device, spec)[1], *cls._option_reasons(spec)]
 
     @classmethod
     def select_variant(
         cls, request: AttentionRequest, device: DeviceInfo, spec: AttentionSpec | None
     ) -> str | None:
         """The variant that serves a request which `validate_configuration` accepts."""
-        return choose_variant(cls.facts, request, device, spec.variant if spec else None)[0]
+        return cls._choose(request, device, spec)[0]
+
+    @classmethod
+    def _choose(
+        cls, request: AttentionRequest, device: DeviceInfo, spec: AttentionSpec | None
+    ) -> tuple[str | None, tuple[str, ...]]:
+        pinned = spec.variant if spec else None
+        return choose_variant(cls.facts, request, device, pinned, by_default=spec is None)
 
     @classmethod
     def _option_reasons(cls, spec: AttentionSpec | None) -> list[str]:

@@ -1,111 +1,22 @@
-"""The FlashAttention packages: what each can do, how it is imported, and one calling convention for all.
+"""The FlashAttention kernels: how a package is imported, and one calling convention for all.
 
 Legend: B batch, S sequence, T packed tokens, H heads, G kv heads, D head size.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from omni_attn.backends.flash_packages import CONVENTIONS, FLASH_CONVENTION, FLASH_VARIANTS, Convention
+from omni_attn.backends.optional_package import import_symbols
 from omni_attn.errors import BackendImportError
-from omni_attn.facts import BuildFlag, CapabilityRange, HeadSizes, KernelFacts, PackageRequirement, Variant
-from omni_attn.facts.backend import BFLOAT16, FLOAT16
+from omni_attn.facts import PackageRequirement
 from omni_attn.ops.layout import unit_stride
-
-_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
-
-# Flags of FlashAttention 3's build; a missing head-size kernel takes the sizes above the next smaller one.
-_FA3_FLAGS = (
-    BuildFlag(name="FLASHATTENTION_DISABLE_FP16", dtype=FLOAT16),
-    BuildFlag(name="FLASHATTENTION_DISABLE_LOCAL", feature="window"),
-    BuildFlag(name="FLASHATTENTION_DISABLE_BACKWARD", feature="requires_grad"),
-    BuildFlag(name="FLASHATTENTION_DISABLE_VARLEN", feature="packed", mask_usage="padding"),
-    BuildFlag(name="FLASHATTENTION_DISABLE_HDIM64", head_sizes=(0, 64)),
-    BuildFlag(name="FLASHATTENTION_DISABLE_HDIM96", head_sizes=(64, 96)),
-    BuildFlag(name="FLASHATTENTION_DISABLE_HDIM128", head_sizes=(96, 128)),
-    BuildFlag(name="FLASHATTENTION_DISABLE_HDIM192", head_sizes=(128, 192)),
-    BuildFlag(name="FLASHATTENTION_DISABLE_HDIM256", head_sizes=(192, 256)),
-)
-
-FA3_PACKAGES = (
-    PackageRequirement(
-        distribution="flash-attn-3",
-        module="flash_attn_interface",
-        symbols=_FUNCTIONS,
-        config_module="flash_attn_config",
-        flags=_FA3_FLAGS,
-        install="pip install ./flash-attention/hopper",
-    ),
-    PackageRequirement(
-        distribution="tokenspeed-fa3",
-        module="flash_attn_interface",
-        symbols=_FUNCTIONS,
-        config_module="flash_attn_config",
-        flags=_FA3_FLAGS,
-        known_flags=frozenset({"FLASHATTENTION_DISABLE_BACKWARD", "FLASHATTENTION_DISABLE_HDIM96"}),
-    ),
-    PackageRequirement(
-        distribution="fa3-fwd",
-        module="fa3_fwd_interface",
-        symbols=_FUNCTIONS,
-        config_module="fa3_fwd_config",
-        flags=_FA3_FLAGS,
-        known_flags=frozenset(
-            {"FLASHATTENTION_DISABLE_BACKWARD", "FLASHATTENTION_DISABLE_LOCAL", "FLASHATTENTION_DISABLE_FP16"}
-        ),
-        install='pip install "omni-attn[fa3]"',
-    ),
-)
-FA2_PACKAGES = (
-    PackageRequirement(
-        distribution="flash-attn",
-        module="flash_attn",
-        symbols=_FUNCTIONS,
-        minimum="2.6",
-        below="3",
-        install='pip install "omni-attn[flash-attn]"',
-    ),
-)
-
-FLASH_FACTS = KernelFacts(
-    device_kinds=frozenset({"cuda"}),
-    dtypes=frozenset({FLOAT16, BFLOAT16}),
-    head_sizes=HeadSizes(multiple_of=8, maximum=256),
-    mask_kinds=frozenset({"padding"}),
-    causal=True,
-    gqa=True,
-    packing=True,
-    window=True,
-    lse=True,
-    backward=True,
-    compile_mode="custom_op",
-    cudagraph=True,
-    sequence_parallel=frozenset({"ulysses", "ring", "ulysses_ring", "allgather_kv"}),
-)
-FLASH_VARIANTS = (
-    Variant(
-        name="fa3",
-        facts=replace(
-            FLASH_FACTS,
-            capabilities=(CapabilityRange(minimum=(9, 0), below=(10, 0)),),
-            packages=FA3_PACKAGES,
-            tested_on=("sm_90 (H200)",),
-        ),
-    ),
-    Variant(
-        name="fa2",
-        facts=replace(
-            FLASH_FACTS,
-            capabilities=(CapabilityRange(minimum=(8, 0), below=(10, 0)),),
-            packages=FA2_PACKAGES,
-        ),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -118,10 +29,19 @@ class FlashKernel:
     module: str
     flash_attn_func: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
+    convention: Convention = FLASH_CONVENTION
 
-    def dense(self, *arguments: Any) -> torch.Tensor:
-        """Output [B, Sq, H, D]; arguments as of `dense_with_lse`."""
-        return _first(self._attend(*arguments))
+    def dense(
+        self, softmax_scale: float | None, causal: bool, window: tuple[int, int]
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
+        """The function of one layer: query, key, value of unit stride along D to [B, Sq, H, D], or to a tuple of it
+        and more.
+
+        Its arguments are bound here, once, and those that have their defaults are left out: what a layer adds to the
+        kernel's own host time is paid in every call. softmax_scale None = head_size ** -0.5.
+        """
+        options = self._options(softmax_scale, causal, window)
+        return functools.partial(self.flash_attn_func, **options) if options else self.flash_attn_func
 
     def dense_with_lse(
         self,
@@ -133,30 +53,14 @@ class FlashKernel:
         window: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, Sq, H, D] and log-sum-exp [B, H, Sq] float32."""
-        output = self._attend(
-            query_BSHD, key_BSGD, value_BSGD, softmax_scale, causal, window, return_attn_probs=True
-        )
-        return output[0], output[1]
-
-    def _attend(
-        self,
-        query_BSHD: torch.Tensor,
-        key_BSGD: torch.Tensor,
-        value_BSGD: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-        window: tuple[int, int],
-        **extra: bool,
-    ) -> Any:
-        return self.flash_attn_func(
+        output = self.flash_attn_func(
             unit_stride(query_BSHD),
             unit_stride(key_BSGD),
             unit_stride(value_BSGD),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
-            **extra,
+            **self._options(softmax_scale, causal, window),
+            **{self.convention.lse_keyword: True},
         )
+        return output[0], output[1]
 
     def varlen(
         self,
@@ -180,11 +84,9 @@ class FlashKernel:
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
+            **self._options(softmax_scale, causal, window),
         )
-        return _first(output)
+        return first(output)
 
     def dense_with_lse_op(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """dense_with_lse as one opaque operator, for torch.compile."""
@@ -196,8 +98,18 @@ class FlashKernel:
         *rest, window = arguments
         return torch.ops.omni_attn.flash_attn_varlen(*rest, *window, self.module)  # type: ignore[no-any-return]
 
+    def _options(self, softmax_scale: float | None, causal: bool, window: tuple[int, int]) -> dict[str, Any]:
+        """Keywords of both functions, without those that have their default."""
+        options: dict[str, Any] = {} if softmax_scale is None else {"softmax_scale": softmax_scale}
+        if causal:
+            options["causal"] = True
+        if window != (-1, -1):
+            left, right = (self.convention.unlimited if side < 0 else side for side in window)
+            options["window_size"] = (left, right)
+        return options
 
-def _first(output: Any) -> torch.Tensor:
+
+def first(output: Any) -> torch.Tensor:
     """The output itself; some versions return the log-sum-exp beside it unasked."""
     tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return tensor
@@ -207,47 +119,39 @@ def _first(output: Any) -> torch.Tensor:
 _kernels: dict[str, FlashKernel] = {}
 
 
+def keep_kernel(kernel: FlashKernel) -> FlashKernel:
+    """The kernel itself, from now on found by the operators under its module's name."""
+    _kernels[kernel.module] = kernel
+    return kernel
+
+
 def import_flash_kernel(variant: str | None, head_size: int) -> FlashKernel:
     """Imports the module of a variant: the first installed package whose build has the head size.
 
     Raises:
         BackendImportError: no package of the variant is installed, or importing it fails, or a function is missing.
     """
+    label = f"FLASH_ATTN ({variant})"
     variants = [v for v in FLASH_VARIANTS if variant in (None, v.name)]
     packages = [package for v in variants for package in v.facts.packages]
+    by_module: dict[str, list[PackageRequirement]] = {}
     for package in packages:
-        if package.lacks_head_size(head_size):
-            continue
+        if not package.lacks_head_size(head_size):
+            by_module.setdefault(package.module, []).append(package)
+    for module, shipped_by in by_module.items():
+        # Several distributions ship one module: which of them this is, its own error text cannot tell.
+        commands = "` or `".join(dict.fromkeys(package.install_command for package in shipped_by))
         try:
-            module = importlib.import_module(package.module)
-        except ModuleNotFoundError as error:
-            if error.name == package.module:
+            functions = import_symbols(label, replace(shipped_by[0], install=commands))
+        except BackendImportError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError) and "not installed" in str(error):
                 continue
-            raise _broken(variant, package, error) from error
-        except Exception as error:
-            raise _broken(variant, package, error) from error
-        functions = {name: getattr(module, name, None) for name in package.symbols}
-        lacking = [name for name, function in functions.items() if not callable(function)]
-        if lacking:
-            raise BackendImportError(
-                f"FLASH_ATTN ({variant}): module {package.module} has no function {', '.join(lacking)}; "
-                f"reinstall it: `{package.install_command}`"
-            )
-        kernel = FlashKernel(package.module, **functions)  # type: ignore[arg-type]
-        _kernels[package.module] = kernel
-        return kernel
+            raise
+        convention = CONVENTIONS.get(module, FLASH_CONVENTION)
+        return keep_kernel(FlashKernel(module, convention=convention, **functions))
     modules = " or ".join(dict.fromkeys(package.module for package in packages))
     commands = " or ".join(f"`{package.install_command}`" for package in packages)
-    raise BackendImportError(
-        f"FLASH_ATTN ({variant}): module {modules} is not installed; install it: {commands}"
-    )
-
-
-def _broken(variant: str | None, package: PackageRequirement, error: Exception) -> BackendImportError:
-    return BackendImportError(
-        f"FLASH_ATTN ({variant}): {package.module} is installed but broken: {type(error).__name__}: {error}; "
-        f"reinstall it for this torch: `{package.install_command}`"
-    )
+    raise BackendImportError(f"{label}: module {modules} is not installed; install it: {commands}")
 
 
 @torch.library.custom_op("omni_attn::flash_attn", mutates_args=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -41,7 +41,7 @@ class MaskedMetadata:
 class MaskedMetadataBuilder(AttentionMetadataBuilder):
     """Brings a record's masks and packing into one mask, or into segments where the host knows them."""
 
-    reads: ClassVar[frozenset[str]] = DENSE_FIELDS
+    reads: frozenset[str] = DENSE_FIELDS
 
     def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> MaskedMetadata:
         """See AttentionMetadataBuilder.build; masks stay on their device."""

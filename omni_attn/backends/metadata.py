@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -71,6 +70,7 @@ class Prepared:
     refusal: str | None = None
     mask_batch: int | None = None
     mask_device: torch.device | None = None
+    mask_version: int | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -148,7 +148,13 @@ class AttentionMetadata:
             if not f.name.endswith("memo") and _is_stated(getattr(self, f.name), f.name)
         )
 
-    @cached_property
+    @property
+    def mask_version(self) -> int | None:
+        """Counts the in-place changes of attn_mask; None without one, or where torch does not count."""
+        mask = self.attn_mask
+        return None if mask is None or mask.is_inference() else mask._version
+
+    @property
     def hides_nothing(self) -> bool:
         """True where no key is masked: no mask, mode "none", or a mask on the host, where a look is free."""
         mask = self.attn_mask
@@ -156,7 +162,11 @@ class AttentionMetadata:
             return True
         if mask.device.type != "cpu":
             return False
-        return bool((mask if mask.dtype == torch.bool else mask == 0).all())
+        version, known = self.mask_version, self.__dict__.get("_looked")
+        if known is None or known[0] != version:
+            known = (version, bool((mask if mask.dtype == torch.bool else mask == 0).all()))
+            self.__dict__["_looked"] = known
+        return bool(known[1])
 
     def at_step(
         self, step: int, *, num_steps: int | None = None, sigma: float | None = None

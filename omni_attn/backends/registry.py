@@ -38,6 +38,12 @@ class DiffusionAttentionBackendEnum(Enum, metaclass=_ByName):
     TORCH_SDPA = "omni_attn.backends.torch_sdpa.TorchSDPABackend"
     CUDNN_ATTN = "omni_attn.backends.cudnn_attn.CuDNNAttentionBackend"
     FLASH_ATTN = "omni_attn.backends.flash_attn.FlashAttentionBackend"
+    FLEX_ATTN = "omni_attn.backends.flex_attn.FlexAttentionBackend"
+    FLASHINFER_ATTN = "omni_attn.backends.flashinfer_attn.FlashInferBackend"
+    SAGE_ATTN = "omni_attn.backends.sage_attn.SageAttentionBackend"
+    SAGE_ATTN_3 = "omni_attn.backends.sage_attn_3.SageAttention3Backend"
+    AITER_QUANT_ATTN = "omni_attn.backends.aiter_quant_attn.AiterQuantBackend"
+    TRTLLM_ATTN = "omni_attn.backends.trtllm_attn.TrtllmAttentionBackend"
 
 
 _registered: dict[str, str] = {}

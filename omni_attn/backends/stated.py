@@ -10,6 +10,7 @@ import torch
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
+from omni_attn.ops.layout import INT32_MAX
 from omni_attn.ops.segments import Segment
 
 #: The fields that `read_record` looks at: what a builder that calls it declares in `reads`.
@@ -70,6 +71,22 @@ def read_record(record: AttentionMetadata, lengths: tuple[int, int]) -> Stated:
     if mask.dim() == 2 and mask.dtype == torch.bool:
         return Stated(mask=mask, mask_kind="padding")
     return Stated(mask=mask[:, None, None] if mask.dim() == 2 else mask, mask_kind="arbitrary")
+
+
+def check_token_count(label: str, tokens: int) -> None:
+    """Holds the tokens of a packed call against the int32 boundaries that kernels take.
+
+    Args:
+        label: the backend, for the error text.
+
+    Raises:
+        MetadataError: there are more than int32 counts.
+    """
+    if tokens > INT32_MAX:
+        raise MetadataError(
+            f"{label} counts packed tokens in int32, up to {INT32_MAX}: this call has {tokens}. Split the batch, or "
+            "choose TORCH_SDPA or CUDNN_ATTN for this role"
+        )
 
 
 def _checked_mask(record: AttentionMetadata, lengths: tuple[int, int]) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from omni_attn import __version__
-from omni_attn.cli import backends, check, doctor, explain, run, schema
+from omni_attn.cli import backends, bench, check, doctor, explain, run, schema, tune
 from omni_attn.errors import OmniAttnError
 
 MISTAKE = 2
@@ -49,5 +49,8 @@ def _root(
     """Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs."""
 
 
-for command in (run.run, explain.explain, doctor.doctor, check.check, backends.backends, schema.schema):
+for command in (
+    *(run.run, explain.explain, doctor.doctor, check.check, backends.backends, schema.schema),
+    *(bench.bench, tune.tune),
+):
     app.command()(command)

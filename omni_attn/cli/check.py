@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omni_attn.cli.options import Overrides
+from omni_attn.cli.options import Overrides, folder_problem
 from omni_attn.cli.target import Assume, Cudnn, Packages, target_platform
 from omni_attn.errors import ConfigError, OmniAttnError
 
@@ -55,11 +55,14 @@ def check(
 
 def file_problems(file: Path, overrides: list[str], platform_of: PlatformOf, model: bool) -> list[str]:
     """Every problem of one file, each with its place. The environment has no part in it: the file is judged."""
+    from omni_attn.cli.console import warn
     from omni_attn.config import load_pipeline
     from omni_attn.config.overrides import apply_overrides
     from omni_attn.config.yaml_document import read_document
     from omni_attn.explain import explain_pipeline
 
+    if problem := folder_problem(file):
+        return [problem]
     try:
         config = load_pipeline(file, overrides=overrides, environ={})
     except ConfigError as error:
@@ -73,6 +76,8 @@ def file_problems(file: Path, overrides: list[str], platform_of: PlatformOf, mod
         explanation = explain_pipeline(config, platform_of(config))
     except OmniAttnError as error:
         return [f"{file}: {line}" for line in str(error).splitlines()]
+    for note in explanation.notes:
+        warn(f"{file}: {note}")
     unmatched = [document.problem(path, text) for path, text in explanation.unmatched.items()]
     return [*unmatched, *(f"{file}: {refusal}" for refusal in explanation.refusals)]
 

@@ -35,6 +35,9 @@ STYLES = {
     "rejected": "red",
     "refused": "bold red",
     "not usable": "red",
+    "right": "green",
+    "wrong": "bold red",
+    "failed": "bold red",
 }
 
 

@@ -38,6 +38,8 @@ def explain(
         print_table(COLUMNS, map(verdict_rows, explanation.roles), details=("reason",))
     for path, text in explanation.unmatched.items():
         warn(f"{path}: {text}")
+    for note in explanation.notes:
+        warn(note)
     explanation.raise_if_refused()
 
 

@@ -22,9 +22,11 @@ def run(pipeline: PipelineFile, overrides: Overrides) -> None:
 
     config = load_pipeline(pipeline, overrides=overrides)
     explanation = explain_pipeline(config)
-    explanation.raise_if_refused()
     for path, text in explanation.unmatched.items():
         warn(f"{path}: {text}")
+    for note in explanation.notes:  # before a refusal: on another machine it is often the explanation
+        warn(note)
+    explanation.raise_if_refused()
     print_result(get_family(config.pipeline).run(config, progress=progress))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,21 +31,23 @@ Packages = Annotated[
     ),
 ]
 Cudnn = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--cudnn", metavar="VERSION", help="With --assume: cuDNN there, as torch writes it (91900 = 9.19.0)."
+        "--cudnn",
+        metavar="VERSION",
+        help="With --assume: cuDNN there, 9.19.0 or as torch writes it (91900). Without it: none.",
     ),
 ]
 
 
 def target_platform(
-    config: PipelineConfig, assume: str | None, packages: str | None, cudnn: int | None
+    config: PipelineConfig, assume: str | None, packages: str | None, cudnn: str | None
 ) -> OmniPlatform | None:
     """The assumed platform, None for the machine's own.
 
     Raises:
-        ConfigError: an unknown device, packages that cannot be read, packages or cuDNN without a device, or a
-            pipeline that names another kind of device than the assumed one.
+        ConfigError: an unknown device, packages or a cuDNN version that cannot be read, either of them without a
+            device, or a pipeline that names another kind of device than the assumed one.
     """
     if assume is None:
         given = [name for name, value in (("--packages", packages), ("--cudnn", cudnn)) if value is not None]
@@ -59,7 +62,7 @@ def target_platform(
 
     installed = parse_packages(packages or "")
     warn_of_unknown(installed)
-    device = assumed_device(assume, installed, cudnn)
+    device = assumed_device(assume, installed, None if cudnn is None else parse_cudnn(cudnn))
     asked = config.device.partition(":")[0]
     if asked not in ("auto", device.kind) and (asked, device.kind) != ("cuda", "rocm"):
         raise ConfigError(
@@ -85,8 +88,9 @@ def parse_packages(text: str) -> dict[str, str]:
         try:
             Version(version)
         except InvalidVersion:
+            wrong = f"{version!r} is not a version" if version else "names no version"
             problems.append(
-                f"--packages: {entry!r} names no version. Write NAME=VERSION, for example fa3-fwd=0.0.3."
+                f"--packages: {entry!r}{':' if version else ''} {wrong}. Write NAME=VERSION, for example fa3-fwd=0.0.3."
             )
             continue
         if not name:
@@ -100,6 +104,22 @@ def parse_packages(text: str) -> dict[str, str]:
     return packages
 
 
+def parse_cudnn(text: str) -> int:
+    """The number that torch writes for a cuDNN version: 91900 for "9.19.0", "9.19" and "91900".
+
+    Raises:
+        ConfigError: none of these.
+    """
+    text = text.strip()
+    if re.fullmatch(r"[1-9]\d{3,5}", text):
+        return int(text)
+    if match := re.fullmatch(r"([1-9]\d?)\.(\d\d?)(?:\.(\d\d?))?", text):
+        major, minor, patch = (int(part or 0) for part in match.groups())
+        # Up to version 8 the minor version had one digit: 8902 is 8.9.2.
+        return major * (10_000 if major >= 9 else 1_000) + minor * 100 + patch
+    raise ConfigError(f"--cudnn {text!r}: is not a cuDNN version. Write 9.19.0, or 91900 as torch does.")
+
+
 def warn_of_unknown(packages: Iterable[str]) -> None:
     """Warns of distributions that no registered backend asks for: most likely misspelt."""
     from omni_attn.cli.console import warn
@@ -108,8 +128,8 @@ def warn_of_unknown(packages: Iterable[str]) -> None:
 
     known = {
         package.distribution
-        for facts in registered_facts().values()
-        for kernel in (facts, *(variant.facts for variant in facts.variants))
+        for backend in registered_facts()
+        for kernel in (backend.facts, *(variant.facts for variant in backend.facts.variants))
         for package in kernel.packages
     }
     for name in packages:

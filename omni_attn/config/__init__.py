@@ -15,6 +15,7 @@ from omni_attn.config.blocks import (
 from omni_attn.config.loading import load_config, load_pipeline
 from omni_attn.config.pipeline import GenerationConfig, PipelineConfig
 from omni_attn.config.spec import AttentionSpec
+from omni_attn.config.tuned import TunedFor
 
 __all__ = [
     "AiterQuantSpec",
@@ -26,6 +27,7 @@ __all__ = [
     "PipelineConfig",
     "QuantSpec",
     "SkipSoftmaxSpec",
+    "TunedFor",
     "load_config",
     "load_pipeline",
 ]

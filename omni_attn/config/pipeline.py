@@ -10,6 +10,7 @@ from omni_attn.config.attention import AttentionConfig
 from omni_attn.config.base import ConfigModel, Count, NonNegative, PathText, PositiveInt, Text
 from omni_attn.config.names import nearest
 from omni_attn.config.spec import NameShorthand
+from omni_attn.config.tuned import TunedFor
 
 PIPELINES = ("wan",)
 """Names that `pipeline` may have."""
@@ -101,3 +102,5 @@ class PipelineConfig(ConfigModel):
     """Type to compute in; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     output: PathText = "omni_attn_output"
     """Folder for what is written."""
+    tuned_for: TunedFor | None = None
+    """Where `attention` was measured, written by `omni-attn tune`; null for choices that nobody measured."""

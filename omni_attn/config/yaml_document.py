@@ -1,7 +1,8 @@
 """YAML and JSON text to plain data, together with the place of every key.
 
-Three differences from PyYAML's defaults: a key given twice is an error, `5e-3` is a number, and only `true`
-and `false` are booleans, so that `on` and `no` stay text (YAML 1.2).
+Four differences from PyYAML's defaults: a key given twice is an error, `5e-3` is a number, only `true` and `false`
+are booleans, so that `on` and `no` stay text (YAML 1.2), and digits behind a leading zero stay text too: YAML 1.1 and
+1.2 read `010` as different numbers, and PyYAML writes the text `08` without quotes.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+0123456789")),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
     ("merge", r"<<", ["<"]),
 ):
@@ -69,7 +71,7 @@ for _tag, _pattern, _first in (
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    return int(text, 0 if text.startswith(("0o", "0x")) else 10)  # a leading zero is no octal in YAML 1.2
+    return int(text, 0 if text.startswith(("0o", "0x")) else 10)  # `!!int 010` is no octal in YAML 1.2
 
 
 def _construct_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
@@ -86,13 +88,21 @@ def read_document(path: Path) -> Document:
     Raises:
         ConfigError: no such file, not readable as UTF-8 text, not YAML, or keys given twice.
     """
+    return parse_document(read_text(path), f"{path}:")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: no such file, or not readable as UTF-8 text.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return parse_document(text, f"{path}:")
 
 
 def parse_document(text: str, name: str = "line ") -> Document:

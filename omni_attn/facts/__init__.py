@@ -1,6 +1,14 @@
 """Facts as data, and the one function that judges them. Nothing in this package imports torch."""
 
-from omni_attn.facts.backend import BackendFacts, CapabilityRange, CudnnFloor, HeadSizes, KernelFacts, Variant
+from omni_attn.facts.backend import (
+    BackendFacts,
+    CapabilityHeadSizes,
+    CapabilityRange,
+    CudnnFloor,
+    HeadSizes,
+    KernelFacts,
+    Variant,
+)
 from omni_attn.facts.device import DeviceCapability, DeviceInfo
 from omni_attn.facts.evaluate import choose_variant, evaluate
 from omni_attn.facts.packages import BuildFlag, PackageRequirement
@@ -11,6 +19,7 @@ __all__ = [
     "AttentionRequest",
     "BackendFacts",
     "BuildFlag",
+    "CapabilityHeadSizes",
     "CapabilityRange",
     "CudnnFloor",
     "DeviceCapability",

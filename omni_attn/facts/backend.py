@@ -15,27 +15,36 @@ FLOAT64 = "float64"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Which head sizes a kernel takes: a list, or multiples up to a maximum.
+    """Which head sizes a kernel takes: a list, or multiples within limits.
 
     Attributes:
         allowed: the sizes, None = not a list.
-        multiple_of, maximum: the rule where there is no list; maximum None = no limit.
+        multiple_of, minimum, maximum: the rule where there is no list; maximum None = no limit.
+        beside: sizes that it takes beside that rule.
     """
 
     allowed: tuple[int, ...] | None = None
     multiple_of: int = 1
+    minimum: int = 1
     maximum: int | None = None
+    beside: tuple[int, ...] = ()
 
     def __contains__(self, head_size: int) -> bool:
         if self.allowed is not None:
             return head_size in self.allowed
-        return head_size % self.multiple_of == 0 and (self.maximum is None or head_size <= self.maximum)
+        within = self.minimum <= head_size and (self.maximum is None or head_size <= self.maximum)
+        return (within and head_size % self.multiple_of == 0) or head_size in self.beside
 
     def __str__(self) -> str:
         if self.allowed is not None:
-            return "one of " + ", ".join(map(str, self.allowed))
-        multiple = f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else "any size"
-        return multiple if self.maximum is None else f"{multiple} up to {self.maximum}"
+            sizes = ", ".join(map(str, self.allowed))
+            return sizes if len(self.allowed) == 1 else f"one of {sizes}"
+        rule = f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else "any size"
+        if self.minimum > 1:
+            rule += f" from {self.minimum}"
+        if self.maximum is not None:
+            rule += f" up to {self.maximum}"
+        return rule + "".join(f", or {size}" for size in self.beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,17 @@ class CapabilityRange:
 
     def __str__(self) -> str:
         low = "{}.{}".format(*self.minimum)
+        if self.below == (self.minimum[0], self.minimum[1] + 1):
+            return low
         return f"{low} or newer" if self.below is None else "{} to below {}.{}".format(low, *self.below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapabilityHeadSizes:
+    """The head sizes of devices in `capabilities`, where they differ from what the kernel takes elsewhere."""
+
+    capabilities: CapabilityRange
+    head_sizes: HeadSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +85,26 @@ class KernelFacts:
     """Limits of one kernel. An empty tuple or set of device kinds, capabilities, packages means "not limited".
 
     Attributes:
-        device_kinds, capabilities, cudnn: the hardware it runs on; ranges are alternatives.
+        device_kinds, capabilities, cudnn: the hardware it runs on; ranges are alternatives, and hold for device kinds
+            that have a compute capability.
+        architectures: names of devices without a compute capability ("gfx942"), as DeviceInfo.name has them.
+        excluded_architectures: the same, for the ones of a family that it does not run on.
         packages: distributions that ship it; any one of them is enough.
         dtypes: names of the query dtypes.
-        head_sizes: predicate on head_size; value_head_size: the value's may differ from it.
+        head_sizes: predicate on head_size; capability_head_sizes: devices with another one, first hit counts.
+        value_head_size: the value's may differ from it, under the same predicate.
         mask_kinds: of "padding", "arbitrary"; causal_with_mask: both at once.
+        float_masks: "arbitrary" masks may also be float ones, which are added to the scores; bool ones always may.
+        head_masks: "arbitrary" masks may differ from head to head.
+        causal_unequal_lengths: causal also where query and key lengths differ.
+        gqa_ratios: query heads per key-value head that it takes, where `gqa` holds; empty = any whole number.
         causal, gqa, unequal_lengths, packing, window, lse, backward, custom_scale, batch_invariant: can it.
+        device_boundaries: packing also where only the device knows the boundaries; else the host has to state them.
+        right_windows: windows may also end to the right of a query's position; to the left they always may.
         compiled_backward: backward also where the forward was compiled.
-        min_key_tokens: shortest key sequence.
+        min_query_tokens, min_key_tokens: shortest sequences.
+        key_tile, min_ragged_keys: key lengths that are no multiple of key_tile need at least min_ragged_keys tokens,
+            except in causal attention, whose mask covers the rest of the last tile.
         needs_video_grid: it needs the (T, H, W) grid that a model publishes.
         compile_mode: "traceable" (torch ops only), "custom_op" (wrapped, with a fake) or "eager_only".
         cudagraph: calls can be captured in a CUDA graph.
@@ -83,24 +114,36 @@ class KernelFacts:
 
     device_kinds: frozenset[str] = frozenset()
     capabilities: tuple[CapabilityRange, ...] = ()
+    architectures: frozenset[str] = frozenset()
+    excluded_architectures: frozenset[str] = frozenset()
     cudnn: tuple[CudnnFloor, ...] = ()
     packages: tuple[PackageRequirement, ...] = ()
     dtypes: frozenset[str] = frozenset({FLOAT16, BFLOAT16})
     head_sizes: HeadSizes = HeadSizes()
+    capability_head_sizes: tuple[CapabilityHeadSizes, ...] = ()
     value_head_size: bool = False
     mask_kinds: frozenset[str] = frozenset()
+    float_masks: bool = True
+    head_masks: bool = True
     causal: bool = False
+    causal_unequal_lengths: bool = True
     causal_with_mask: bool = False
     gqa: bool = False
+    gqa_ratios: frozenset[int] = frozenset()
     unequal_lengths: bool = True
     packing: bool = False
+    device_boundaries: bool = True
     window: bool = False
+    right_windows: bool = True
     lse: bool = False
     backward: bool = False
     compiled_backward: bool = False
     custom_scale: bool = True
     batch_invariant: bool = False
+    min_query_tokens: int = 1
     min_key_tokens: int = 1
+    key_tile: int = 1
+    min_ragged_keys: int = 1
     needs_video_grid: bool = False
     compile_mode: Literal["traceable", "custom_op", "eager_only"] = "eager_only"
     cudagraph: bool = False
@@ -110,10 +153,15 @@ class KernelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One kernel generation or provider inside a backend, with limits of its own."""
+    """One kernel generation or provider inside a backend, with limits of its own.
+
+    Attributes:
+        explicit_only: runs only where a person chose the backend, never as a platform's default.
+    """
 
     name: str
     facts: KernelFacts
+    explicit_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,9 @@ from packaging.utils import canonicalize_name
 
 from omni_attn.frozen import FrozenMapping
 
+#: Device kinds whose devices have a compute capability.
+FAMILIES_WITH_CAPABILITY = frozenset({"cuda", "musa"})
+
 
 class DeviceCapability(NamedTuple):
     """CUDA compute capability; compares like a tuple."""
@@ -21,6 +24,12 @@ class DeviceCapability(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
+def cudnn_text(version: int) -> str:
+    """A cuDNN version as people write it: "9.19.0" for torch's 91900, "8.9.2" for 8902."""
+    major = 10000 if version >= 10000 else 1000
+    return f"{version // major}.{version % major // 100}.{version % 100}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
     """Facts of one device, gathered once.
@@ -28,7 +37,7 @@ class DeviceInfo:
     Attributes:
         kind: device family: "cuda", "rocm", "cpu", "mps", "npu", "xpu", "musa". Any other text is legal and
             gets the CPU's policy.
-        name: short architecture label: "sm_90", "gfx942", "cpu".
+        name: short architecture label: "sm_90", "gfx942", "musa_31", "pvc" (Intel Data Center GPU Max), "cpu".
         capability: compute capability where the family has one (cuda, musa).
         packages: distribution name (any spelling) -> version of the installed packages that a backend may need.
         build_flags: distribution name -> build flags that are switched on in the wheel, for wheels that publish them.
@@ -54,6 +63,11 @@ class DeviceInfo:
             object.__setattr__(self, name, FrozenMapping(by_distribution))
         if self.capability is not None:
             object.__setattr__(self, "capability", DeviceCapability(*self.capability))
+
+    @property
+    def cudnn_text(self) -> str | None:
+        """The cuDNN version as people write it, "9.19.0"; None if there is none."""
+        return None if self.cudnn is None else cudnn_text(self.cudnn)
 
     def __str__(self) -> str:
         return self.name

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from omni_attn.facts.device import FAMILIES_WITH_CAPABILITY, cudnn_text
+from omni_attn.facts.lengths import length_reasons
 from omni_attn.facts.packages import package_reasons
 
 if TYPE_CHECKING:
-    from omni_attn.facts.backend import BackendFacts, KernelFacts, Variant
+    from omni_attn.facts.backend import BackendFacts, HeadSizes, KernelFacts, Variant
     from omni_attn.facts.device import DeviceInfo
     from omni_attn.facts.request import AttentionRequest
 
@@ -24,21 +26,28 @@ def evaluate(facts: KernelFacts, request: AttentionRequest, device: DeviceInfo) 
     if variants:
         return _choose(variants, request, device)[1]
     right_kind = not facts.device_kinds or device.kind in facts.device_kinds
+    hardware = tuple(_device_reasons(facts, device))
     return (
-        *_device_reasons(facts, device),
-        *(package_reasons(facts.packages, request, device) if right_kind else ()),
-        *_geometry_reasons(facts, request),
+        *hardware,
+        *(package_reasons(facts.packages, request, device, missing=not hardware) if right_kind else ()),
+        *_geometry_reasons(facts, request, device),
         *_feature_reasons(facts, request),
     )
 
 
 def choose_variant(
-    facts: BackendFacts, request: AttentionRequest, device: DeviceInfo, pinned: str | None = None
+    facts: BackendFacts,
+    request: AttentionRequest,
+    device: DeviceInfo,
+    pinned: str | None = None,
+    *,
+    by_default: bool = False,
 ) -> tuple[str | None, tuple[str, ...]]:
     """The variant that serves a request, and the reasons if none does.
 
     Args:
         pinned: the variant a person asked for; only that one is judged.
+        by_default: nobody chose the backend, so it has to take all that the request leaves open, see default_reasons.
 
     Returns:
         (variant, ()) where one serves it, (None, ()) for a backend without variants, (None, reasons) otherwise.
@@ -50,19 +59,24 @@ def choose_variant(
     if not facts.variants:
         if pinned is not None:
             return None, (f"needs no variant, found variant={pinned!r} on a backend that has none",)
-        return None, evaluate(facts, request, device)
+        open_ends = default_reasons(facts, request) if by_default else ()
+        return None, (*evaluate(facts, request, device), *open_ends)
     variants = [variant for variant in facts.variants if pinned in (None, variant.name)]
     if not variants:
         return None, (f"needs a variant of {', '.join(v.name for v in facts.variants)}, found {pinned!r}",)
-    return _choose(tuple(variants), request, device)
+    return _choose(tuple(variants), request, device, by_default)
 
 
 def _choose(
-    variants: tuple[Variant, ...], request: AttentionRequest, device: DeviceInfo
+    variants: tuple[Variant, ...], request: AttentionRequest, device: DeviceInfo, by_default: bool = False
 ) -> tuple[str | None, tuple[str, ...]]:
     refused: dict[str, list[str]] = {}
     for variant in variants:
         reasons = evaluate(variant.facts, request, device)
+        if by_default:
+            reasons += tuple(default_reasons(variant.facts, request))
+            if variant.explicit_only:
+                reasons += ("needs to be chosen by name, found a platform default",)
         if not reasons:
             return variant.name, ()
         for reason in reasons:
@@ -73,46 +87,88 @@ def _choose(
     )
 
 
+def default_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[str]:
+    """Reasons against a kernel that nobody chose: it may not turn out, in a step, to lack what the request left open.
+
+    The same limits only refuse a chosen kernel when such a step comes.
+    """
+    if request.packed and not facts.device_boundaries:
+        yield "needs packed sequences bounded on the device for a default, found support for host boundaries only"
+    if (
+        request.mask_usage == "arbitrary"
+        and facts.mask_kinds
+        and not (facts.float_masks and facts.head_masks)
+    ):
+        yield "needs float masks and masks by head for a default, found support for some masks only"
+    # The hints on packed sequences are the longest of them: equal ones say nothing about each sequence.
+    if request.packed or None in (request.max_seqlen_q, request.max_seqlen_k):
+        open_end = "on packed sequences" if request.packed else "without length hints"
+        if not facts.unequal_lengths:
+            yield f"needs unequal query and key lengths for a default {open_end}, found equal ones only"
+        elif request.causal and facts.causal and not facts.causal_unequal_lengths:
+            yield f"needs causal attention of unequal lengths for a default {open_end}, found equal ones only"
+
+
 def _device_reasons(facts: KernelFacts, device: DeviceInfo) -> Iterator[str]:
     if facts.device_kinds and device.kind not in facts.device_kinds:
         this = device.kind if device.name == device.kind else f"{device.kind} ({device.name})"
-        yield f"needs a {' or '.join(sorted(facts.device_kinds))} device, found {this}"
+        kinds = " or ".join(sorted(facts.device_kinds))
+        yield f"needs {'an' if kinds[:3] in ('mps', 'npu', 'xpu') else 'a'} {kinds} device, found {this}"
         return
-    if facts.capabilities:
-        found = device.capability
-        if found is None or not any(found in allowed for allowed in facts.capabilities):
-            needed = " or ".join(map(str, facts.capabilities))
-            there = [
-                f"{p.distribution} {v}" for p in facts.packages if (v := device.packages.get(p.distribution))
-            ]
-            beside = f" with {', '.join(there)}" if there else ""
-            yield f"needs compute capability {needed}, found {found or 'none'} ({device.name}){beside}"
+    found = device.capability
+    # A kernel for several families limits the capability of those that have one.
+    judged = not facts.device_kinds or device.kind in FAMILIES_WITH_CAPABILITY
+    able = found is not None and any(found in allowed for allowed in facts.capabilities)
+    if facts.capabilities and judged and not able:
+        needed = " or ".join(map(str, facts.capabilities))
+        there = [
+            f"{p.distribution} {v}" for p in facts.packages if (v := device.packages.get(p.distribution))
+        ]
+        beside = f" with {', '.join(there)}" if there else ""
+        yield f"needs compute capability {needed}, found {found or 'none'} ({device.name}){beside}"
+    if facts.architectures and device.name not in facts.architectures:
+        yield f"needs {' or '.join(sorted(facts.architectures))}, found {device.name}"
+    if device.name in facts.excluded_architectures:
+        yield f"needs a {device.kind} device other than {device.name}, found {device.name}"
     for floor in facts.cudnn:
         applies = device.capability is not None and device.capability in floor.capabilities
         if applies and (device.cudnn is None or device.cudnn < floor.version):
-            yield f"needs cuDNN >= {_cudnn(floor.version)}, found {_cudnn(device.cudnn)}"
+            found_text = "no cuDNN" if device.cudnn_text is None else device.cudnn_text
+            yield f"needs cuDNN >= {cudnn_text(floor.version)}, found {found_text}"
 
 
-def _cudnn(version: int | None) -> str:
-    if version is None:
-        return "no cuDNN"
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+def _head_sizes(facts: KernelFacts, device: DeviceInfo) -> HeadSizes:
+    if device.capability is not None:
+        for row in facts.capability_head_sizes:
+            if device.capability in row.capabilities:
+                return row.head_sizes
+    return facts.head_sizes
 
 
-def _geometry_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[str]:
+def _geometry_reasons(facts: KernelFacts, request: AttentionRequest, device: DeviceInfo) -> Iterator[str]:
     if request.dtype is not None and request.dtype not in facts.dtypes:
         yield f"needs dtype {' or '.join(sorted(facts.dtypes))}, found {request.dtype}"
-    if request.head_size != -1 and request.head_size not in facts.head_sizes:
-        yield f"needs head_size {facts.head_sizes}, found head_size={request.head_size}"
     known_head = request.head_size != -1
-    if known_head and not facts.value_head_size and request.value_head_size != request.head_size:
-        yield f"needs value_head_size = head_size, found {request.value_head_size} and {request.head_size}"
+    allowed = _head_sizes(facts, device)
+    if known_head and request.head_size not in allowed:
+        here = "" if allowed is facts.head_sizes else f" on {device.name}"
+        yield f"needs head_size {allowed}{here}, found head_size={request.head_size}"
+    value_head = request.value_head_size
+    if known_head and value_head is not None and value_head != request.head_size:
+        if not facts.value_head_size:
+            yield f"needs value_head_size = head_size, found {value_head} and {request.head_size}"
+        elif value_head not in allowed:
+            yield f"needs value_head_size {allowed}, found value_head_size={value_head}"
     if not facts.gqa and request.num_heads is not None and request.num_kv_heads != request.num_heads:
         yield f"needs num_kv_heads = num_heads, found {request.num_kv_heads} and {request.num_heads}"
-    if not facts.unequal_lengths and request.unequal_lengths:
-        yield f"needs equal query and key lengths, found {request.max_seqlen_q} and {request.max_seqlen_k}"
-    if request.max_seqlen_k is not None and request.max_seqlen_k < facts.min_key_tokens:
-        yield f"needs at least {facts.min_key_tokens} key tokens, found {request.max_seqlen_k}"
+    if facts.gqa and facts.gqa_ratios and request.num_heads and request.num_kv_heads:
+        ratio = request.num_heads / request.num_kv_heads
+        if ratio not in facts.gqa_ratios:
+            able = ", ".join(map(str, sorted(facts.gqa_ratios)))
+            heads = f"{request.num_heads} over {request.num_kv_heads}"
+            yield f"needs num_heads / num_kv_heads to be one of {able}, found {ratio:g} ({heads})"
+    lengths = (request.max_seqlen_q, request.max_seqlen_k)
+    yield from length_reasons(facts, *lengths, causal=request.causal, longest_of_many=request.packed)
     if known_head and not facts.custom_scale and not request.default_scale:
         yield f"needs softmax_scale = head_size ** -0.5, found {request.softmax_scale}"
 
@@ -124,6 +180,8 @@ def _feature_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[
         yield f"needs support for attn_mask ({request.mask_usage}), found {able}"
     elif masked and request.causal and facts.causal and not facts.causal_with_mask:
         yield "needs causal together with attn_mask, found support for one of them at a time"
+    elif masked and request.window is not None and facts.window and not facts.causal_with_mask:
+        yield "needs a window together with attn_mask, found support for one of them at a time"
     wanted = {
         "causal attention": (request.causal, facts.causal),
         "packed sequences (cu_seqlens)": (request.packed, facts.packing),
@@ -139,6 +197,9 @@ def _feature_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[
     for feature, (need, have) in wanted.items():
         if need and not have:
             yield f"needs {feature}, found no support for it"
+    right = -1 if request.window is None or request.causal else request.window[1]
+    if right >= 0 and facts.window and not facts.right_windows:
+        yield f"needs a window of {right} tokens to the right, found support for a limit to the left only"
     if facts.needs_video_grid and not request.video_grid:
         yield f'needs a layer that publishes its video grid, found none for role "{request.role}"'
     mode = request.sequence_parallel

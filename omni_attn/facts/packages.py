@@ -142,9 +142,18 @@ def read_build_flags(config_module: str) -> frozenset[str] | None:
 
 
 def package_reasons(
-    packages: tuple[PackageRequirement, ...], request: AttentionRequest, device: DeviceInfo
+    packages: tuple[PackageRequirement, ...],
+    request: AttentionRequest,
+    device: DeviceInfo,
+    *,
+    missing: bool = True,
 ) -> tuple[str, ...]:
-    """Reasons of a list of alternatives: empty as soon as one installed distribution serves the request."""
+    """Reasons of a list of alternatives: empty as soon as one installed distribution serves the request.
+
+    Args:
+        missing: that none is installed is a reason, too. It is none where the hardware refuses already: nobody should
+            be sent to install what cannot run.
+    """
     if not packages:
         return ()
     answers = {package: package.reasons(request, device) for package in packages}
@@ -153,5 +162,7 @@ def package_reasons(
     installed = [reasons for reasons in answers.values() if reasons is not None]
     if installed:
         return tuple(reason for reasons in installed for reason in reasons)
-    commands = " or ".join(f"`{package.install_command}`" for package in packages)
-    return (f"needs {' or '.join(map(str, packages))}, found none of them installed ({commands})",)
+    if not missing:
+        return ()
+    commands = " or ".join(dict.fromkeys(f"`{package.install_command}`" for package in packages))
+    return (f"needs {' or '.join(map(str, packages))}, found none installed ({commands})",)

@@ -44,8 +44,8 @@ def no_progress(items: Iterable[Any], total: int, description: str) -> Iterable[
     return items
 
 
-def import_extra(name: str, purpose: str) -> ModuleType:
-    """The module `name` of the `pipelines` extra.
+def import_extra(name: str, purpose: str, *, extra: str = "pipelines") -> ModuleType:
+    """The module `name` of one of our extras.
 
     Raises:
         MissingExtraError: it is not installed, or is broken; its own error is chained.
@@ -56,7 +56,7 @@ def import_extra(name: str, purpose: str) -> ModuleType:
         package = name.partition(".")[0]
         raise MissingExtraError(
             f"{purpose} needs {package}, which cannot be imported here ({error}). Install it: "
-            'pip install "omni-attn[pipelines]"'
+            f'pip install "omni-attn[{extra}]"'
         ) from error
 
 

@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+INT32_MAX = 2**31 - 1
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its last dimension lies dense in memory, else a contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def wants_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether somebody may ask for gradients of a call: kernels without a backward must not drop them silently."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def int32_on(device: torch.device, values: Sequence[int]) -> torch.Tensor:
+    """Host numbers as an int32 tensor [N] on a device; copied from pinned memory, so that the host does not wait."""
+    if device.type != "cuda" or torch.compiler.is_compiling():  # compiled code makes a constant of it
+        return torch.tensor(values, dtype=torch.int32, device=device)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").pin_memory().to(device, non_blocking=True)
+
+
+def fits_int32(*tensors: torch.Tensor, limit: int = INT32_MAX) -> bool:
+    """Whether each offset inside the tensors, and inside a contiguous copy of them, fits 32 bits."""
+    for tensor in tensors:
+        # A small storage settles it, and is all that the usual call pays for.
+        if tensor.numel() > limit or (
+            tensor.untyped_storage().nbytes() > limit and _last_offset(tensor) > limit
+        ):
+            return False
+    return True
+
+
+def item_by_item(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Runs `attend` on contiguous copies of one batch item after the other: [B, S, H, D] as `attend` gives it."""
+    items = (
+        attend(*(x[item : item + 1].contiguous() for x in (query, key, value)))
+        for item in range(query.shape[0])
+    )
+    return torch.cat(tuple(items))
+
+
+def _last_offset(tensor: torch.Tensor) -> int:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in sizes)

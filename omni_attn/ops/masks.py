@@ -85,6 +85,28 @@ def keep_finite(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask == float("-inf"), mask, mask.clamp(min=lowest(mask.dtype)))
 
 
+# A row whose highest score lies below _FAR is moved; below _ABSORBING it hides the scores themselves even in float64,
+# and moves to _BASE, a power of two that still absorbs them in float32 and that no scaling rounds.
+_FAR, _ABSORBING, _BASE = -1e6, -1e17, -(2.0**56)
+
+
+def lift_hidden_rows(
+    bias: torch.Tensor, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float mask [..., Sq, Sk] without rows of huge negative numbers alone, and what was taken off, [..., Sq, 1].
+
+    A softmax does not change when a row is shifted. Kernels scale scores by log2(e) and take the row's maximum off;
+    where that is one fused step, such a row keeps a rounding error of its own size, whose power of two is infinite.
+    `keep` [Sq, Sk] tells what else hides keys. Rows without any key stay as they are.
+    """
+    seen = bias if keep is None else bias.masked_fill(~keep, float("-inf"))
+    highest = seen.amax(dim=-1, keepdim=True)
+    near = (highest > _FAR) | (highest == float("-inf"))
+    highest = highest.masked_fill(near, 0.0)
+    base = torch.where(highest < _ABSORBING, _BASE, 0.0).to(bias.dtype)
+    return (bias - highest) + base, highest - base
+
+
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float mask in another dtype; large finite values stay finite, so that they keep their meaning."""
     if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:

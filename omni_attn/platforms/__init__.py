@@ -9,16 +9,23 @@ from omni_attn.backends import registry
 from omni_attn.facts import DeviceInfo
 from omni_attn.facts.packages import read_build_flags
 from omni_attn.platforms.cuda import CudaPlatform
+from omni_attn.platforms.families import FAMILIES, family_class_paths
 from omni_attn.platforms.interface import OmniPlatform, OrderRow
-from omni_attn.platforms.others import CpuPlatform, MpsPlatform
+from omni_attn.platforms.others import (
+    CpuPlatform,
+    MpsPlatform,
+    MusaPlatform,
+    NpuPlatform,
+    RocmPlatform,
+    XpuPlatform,
+)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CpuPlatform", "CudaPlatform", "MpsPlatform", "OmniPlatform", "OrderRow"]
-__all__ += ["current_omni_platform", "reset_device_facts"]
-
-_FAMILIES: dict[str, type[OmniPlatform]] = {"cuda": CudaPlatform, "mps": MpsPlatform, "cpu": CpuPlatform}
+__all__ = ["CpuPlatform", "CudaPlatform", "MpsPlatform", "MusaPlatform", "NpuPlatform", "OmniPlatform"]
+__all__ += ["OrderRow", "RocmPlatform", "XpuPlatform"]
+__all__ += ["current_omni_platform", "family_class_paths", "reset_device_facts"]
 
 
 def current_omni_platform(
@@ -48,7 +55,7 @@ def reset_device_facts() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _platform(device: DeviceInfo) -> OmniPlatform:
-    return _FAMILIES.get(device.kind, CpuPlatform)(device)
+    return FAMILIES.get(device.kind, CpuPlatform)(device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,8 @@ No optional package is imported: a kernel package may be broken, or may load a G
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import platform
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,9 +18,13 @@ from omni_attn.backends import registry
 from omni_attn.errors import ConfigError, OmniAttnError
 from omni_attn.facts import DeviceCapability, DeviceInfo, PackageRequirement
 from omni_attn.facts.packages import UNKNOWN_VERSION, read_build_flags
+from omni_attn.platforms.assumed import PONTE_VECCHIO
+from omni_attn.platforms.families import family_class_paths
 
 # Families in order of preference, each with the torch module that knows its devices.
 _ACCELERATORS = ("cuda", "npu", "xpu", "musa", "mps")
+# What torch.xpu calls the Data Center GPU Max series: SYCL's intel_gpu_pvc, 12.60.7.
+_PONTE_VECCHIO_ID = 13136561920
 
 
 def device_info(device: str | torch.device | None = None) -> DeviceInfo:
@@ -27,9 +32,14 @@ def device_info(device: str | torch.device | None = None) -> DeviceInfo:
     chosen = best_device() if device is None else _own_device(device)
     packages, flags = _installed_packages(tuple(_known_packages()))
     common: dict[str, Any] = {"packages": packages, "build_flags": flags, "torch_version": torch.__version__}
+    if chosen.type in _READERS:
+        return DeviceInfo(
+            kind=chosen.type, **_READERS[chosen.type](getattr(torch, chosen.type), chosen), **common
+        )
     if chosen.type != "cuda":
         kind = "cpu" if chosen.type == "meta" else chosen.type
-        return DeviceInfo(kind=kind, name=kind, **common)
+        product = processor_name() if kind == "cpu" else None
+        return DeviceInfo(kind=kind, name=kind, product=product, **common)
     properties = torch.cuda.get_device_properties(chosen)
     if torch.version.hip:
         architecture = properties.gcnArchName.split(":")[0]
@@ -46,6 +56,50 @@ def device_info(device: str | torch.device | None = None) -> DeviceInfo:
         product=properties.name,
         **common,
     )
+
+
+def npu_facts(npu: Any, device: torch.device) -> dict[str, Any]:
+    """Facts of an Ascend NPU from torch_npu's `torch.npu`."""
+    return {"name": "npu", "product": _asked(npu, "get_device_name", device)}
+
+
+def xpu_facts(xpu: Any, device: torch.device) -> dict[str, Any]:
+    """Facts of an Intel GPU from `torch.xpu`; kernels tell one architecture apart from the others."""
+    architecture = (_asked(xpu, "get_device_capability", device) or {}).get("architecture")
+    driver = getattr(_asked(xpu, "get_device_properties", device), "driver_version", None)
+    return {
+        "name": PONTE_VECCHIO if architecture == _PONTE_VECCHIO_ID else "xpu",
+        "product": _asked(xpu, "get_device_name", device),
+        "driver": driver,
+    }
+
+
+def musa_facts(musa: Any, device: torch.device) -> dict[str, Any]:
+    """Facts of a Moore Threads GPU from torch_musa's `torch.musa`."""
+    found = _asked(musa, "get_device_capability", device)
+    return {
+        "name": f"musa_{found[0]}{found[1]}" if found else "musa",
+        "capability": DeviceCapability(found[0], found[1]) if found else None,
+        "product": _asked(musa, "get_device_name", device),
+    }
+
+
+_READERS: dict[str, Callable[[Any, torch.device], dict[str, Any]]] = {
+    "npu": npu_facts,
+    "xpu": xpu_facts,
+    "musa": musa_facts,
+}
+
+
+def _asked(module: Any, function: str, device: torch.device) -> Any:
+    """What a function of a family's torch module says about a device; None where it says nothing.
+
+    These modules come from plug-ins of many versions: a fact that cannot be read is unknown, and no reason to stop.
+    """
+    try:
+        return getattr(module, function)(device)
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
 
 
 def _own_device(device: str | torch.device) -> torch.device:
@@ -110,13 +164,16 @@ def _metadata_version(distribution: str) -> str | None:
 
 
 def _known_packages() -> Iterator[PackageRequirement]:
-    """Each package that a registered backend names in its facts."""
+    """Each package that a registered backend, or a family's own class for one, names in its facts."""
+    paths = [
+        (name, registry.runtime_path(name) or registry.default_path(name))
+        for name in registry.registered_names()
+    ]
+    paths += [(name, path) for _, name, path in family_class_paths()]
     seen = set()
-    for name in registry.registered_names():
+    for name, path in paths:
         try:
-            facts = registry.load_backend(
-                registry.runtime_path(name) or registry.default_path(name), name
-            ).facts
+            facts = registry.load_backend(path, name).facts
         except OmniAttnError:
             continue  # a broken plug-in must not hide the machine's facts; selecting it gives its own error
         for kernel in (facts, *(variant.facts for variant in facts.variants)):
@@ -124,6 +181,16 @@ def _known_packages() -> Iterator[PackageRequirement]:
                 if package not in seen:
                     seen.add(package)
                     yield package
+
+
+@functools.cache
+def processor_name() -> str | None:
+    """The CPU's model name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or None
 
 
 @functools.cache

@@ -50,7 +50,8 @@ def fake_package(
     importer = None if raises is None else _RaisingImporter(name, raises)
     try:
         for parent in parents:
-            sys.modules.setdefault(parent, _module(parent))
+            if sys.modules.get(parent) is None:  # None is how a module is made to look absent
+                sys.modules[parent] = _module(parent)
         if importer is not None:
             sys.modules.pop(name, None)
             sys.meta_path.insert(0, importer)

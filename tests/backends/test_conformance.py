@@ -9,11 +9,21 @@ from typing import Any
 import torch
 
 from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from omni_attn.backends.aiter_quant_attn import AiterQuantBackend
 from omni_attn.backends.cudnn_attn import CuDNNAttentionBackend
 from omni_attn.backends.flash_attn import FlashAttentionBackend
+from omni_attn.backends.flash_attn_musa import MateFlashBackend
+from omni_attn.backends.flash_attn_npu import MindieFlashBackend
+from omni_attn.backends.flash_attn_rocm import AiterFlashBackend
+from omni_attn.backends.flash_attn_xpu import XpuFlashBackend
+from omni_attn.backends.flashinfer_attn import FlashInferBackend
+from omni_attn.backends.flex_attn import FlexAttentionBackend
 from omni_attn.backends.masked import MaskedMetadataBuilder
 from omni_attn.backends.metadata import AttentionMetadata
+from omni_attn.backends.sage_attn import SageAttentionBackend
+from omni_attn.backends.sage_attn_3 import SageAttention3Backend
 from omni_attn.backends.torch_sdpa import TorchSDPABackend
+from omni_attn.backends.trtllm_attn import TrtllmAttentionBackend
 from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts
 from omni_attn.ops.reference import reference_attention
@@ -43,8 +53,35 @@ class TestFlash3(BackendConformance):
         return fake_kernels("FLASH_ATTN", self.variant)
 
 
+class TestFlash4(TestFlash3):
+    variant = "fa4"
+
+
 class TestFlash2(TestFlash3):
     variant = "fa2"
+
+
+class TestFlex(BackendConformance):
+    def get_backend(self) -> type[AttentionBackend]:
+        return FlexAttentionBackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("FLEX_ATTN")
+
+
+class TestTrtllmRagged(BackendConformance):
+    variant = "ragged"
+    head_size = 128
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return TrtllmAttentionBackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("TRTLLM_ATTN", self.variant)
+
+
+class TestTrtllmFmhaV2(TestTrtllmRagged):
+    variant = "fmha_v2"
 
 
 class TestFlashOfNoStatedVariant(BackendConformance):
@@ -55,6 +92,98 @@ class TestFlashOfNoStatedVariant(BackendConformance):
 
     def kernels(self) -> AbstractContextManager[Any]:
         return fake_kernels("FLASH_ATTN")
+
+
+class TestFlashInferFA2(BackendConformance):
+    variant = "fa2"
+    head_size = 64
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return FlashInferBackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("FLASHINFER_ATTN", self.variant)
+
+
+class TestFlashInferFA3(TestFlashInferFA2):
+    variant = "fa3"
+
+
+class TestFlashInferCuteDSL(TestFlashInferFA2):
+    variant = "cute-dsl"
+    head_size = 128
+
+
+class TestSage1(BackendConformance):
+    variant = "sage1"
+    head_size = 64
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return SageAttentionBackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("SAGE_ATTN", self.variant)
+
+
+class TestSage1Head96(TestSage1):
+    head_size = 96
+
+
+class TestSage2(TestSage1):
+    variant = "sage2"
+
+
+class TestSage2PaddedHeads(TestSage2):
+    head_size = 40
+
+
+class TestSage3(BackendConformance):
+    head_size = 64
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return SageAttention3Backend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("SAGE_ATTN_3")
+
+
+class TestFlashOnRocm(TestFlash3):
+    variant = "aiter"
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return AiterFlashBackend
+
+
+class TestFlashOnNpu(TestFlash3):
+    variant = "mindiesd"
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return MindieFlashBackend
+
+
+class TestFlashOnXpu(TestFlash3):
+    variant = "vllm-xpu-kernels"
+    head_size = 64
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return XpuFlashBackend
+
+
+class TestFlashOnMusa(TestFlash3):
+    variant = "mate"
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return MateFlashBackend
+
+
+class TestAiterQuant(BackendConformance):
+    head_size = 128
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return AiterQuantBackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("AITER_QUANT_ATTN")
 
 
 def refuse_unequal(lengths: tuple[int, int]) -> None:

@@ -45,6 +45,26 @@ def test_unregistered_backends_are_named_with_the_nearest(cli: Cli, pipeline: Wr
     assert "'MINE'" in second
 
 
+def test_a_folder_is_one_problem_of_several(cli: Cli, pipeline: Write, tmp_path: Path) -> None:
+    good = pipeline()
+    result = cli("check", tmp_path, good, "none.yaml")
+    assert (result.exit_code, result.stdout) == (2, f"{good}: good\n")
+    assert result.stderr.splitlines() == [
+        f"{tmp_path}: is a folder; name a file",
+        "none.yaml: there is no such file",
+    ]
+
+
+def test_dtype_of_tuned_for_is_checked(cli: Cli, pipeline: Write) -> None:
+    file = pipeline()
+    section = "tuned_for:\n  capability: cpu\n  dtype: flot32\n"
+    file.write_text(file.read_text(encoding="utf-8") + section, encoding="utf-8")
+    result = cli("check", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{file}:8: tuned_for.dtype: 'flot32' is not a dtype")
+    assert "Did you mean 'float32'?" in result.stderr
+
+
 def test_overrides_are_checked_too(cli: Cli, pipeline: Write) -> None:
     result = cli("check", pipeline(), "--set", "attention.default=NOPE")
     assert result.exit_code == 2

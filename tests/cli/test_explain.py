@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from omni_attn.cli.target import parse_cudnn
 from tests.cli.conftest import EXAMPLES, Cli
 
 Write = Callable[..., Path]
@@ -43,9 +44,16 @@ def test_json_has_the_documented_shape(cli: Cli) -> None:
 
 
 def test_hopper_chooses_by_length(cli: Cli) -> None:
-    roles = by_role(explained(cli, EXAMPLES / "wan_480p.yaml", *HOPPER))
-    assert (roles["self"]["backend"], roles["self"]["variant"]) == ("FLASH_ATTN", "fa3")
-    assert (roles["cross"]["backend"], roles["cross"]["variant"]) == ("CUDNN_ATTN", None)
+    """FlashAttention 3 leads at every length, version 4 only where there are many keys."""
+    version_3, version_4, cudnn = ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("CUDNN_ATTN", None)
+    for package, expected in (
+        ("fa3-fwd=0.0.3", (version_3, version_3)),
+        ("flash-attn-4=4.0.0b36", (version_4, cudnn)),
+    ):
+        arguments = ("--assume", "sm_90", "--packages", package, "--cudnn", "91900")
+        roles = by_role(explained(cli, EXAMPLES / "wan_480p.yaml", *arguments))
+        found = tuple((roles[role]["backend"], roles[role]["variant"]) for role in ("self", "cross"))
+        assert found == expected
 
 
 @pytest.mark.parametrize("packages", [(), ("--packages", "")])
@@ -146,15 +154,47 @@ def test_a_role_without_a_layer_is_a_warning(cli: Cli, pipeline: Write) -> None:
         (("--assume", "sm90"), "Did you mean 'sm_90'?"),
         (("--packages", "fa3-fwd=0.0.3"), "Add --assume"),
         (("--cudnn", "91900"), "Add --assume"),
-        (("--assume", "sm_90", "--packages", "fa3-fwd"), "NAME=VERSION"),
+        (("--assume", "sm_90", "--packages", "fa3-fwd"), "'fa3-fwd' names no version. Write NAME=VERSION"),
+        (("--assume", "sm_90", "--packages", "fa3-fwd="), "'fa3-fwd=' names no version. Write NAME=VERSION"),
+        (
+            ("--assume", "sm_90", "--packages", "fa3-fwd=abc"),
+            "'fa3-fwd=abc': 'abc' is not a version. Write NAME=",
+        ),
         (("--assume", "sm_90", "--packages", "=1"), "NAME=VERSION"),
         (("--assume", "sm_90", "--packages", "fa3-fwd=new"), "NAME=VERSION"),
+        (
+            ("--assume", "sm_90", "--cudnn", "new"),
+            "--cudnn 'new': is not a cuDNN version. Write 9.19.0, or 91900",
+        ),
+        (("--assume", "sm_90", "--cudnn", "919"), "is not a cuDNN version"),
+        (("--assume", "sm_90", "--cudnn", ""), "is not a cuDNN version"),
     ],
 )
 def test_mistakes_in_the_device(cli: Cli, pipeline: Write, arguments: tuple[str, ...], text: str) -> None:
     result = cli("explain", pipeline(), *arguments, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in result.stderr
+
+
+@pytest.mark.parametrize("version", ["91900", "9.19.0", "9.19"])
+def test_cudnn_as_people_and_as_torch_write_it(cli: Cli, pipeline: Write, version: str) -> None:
+    answer = explained(cli, pipeline(), "--assume", "sm_90", "--cudnn", version)
+    assert answer["device"]["cudnn"] == 91900
+
+
+def test_cudnn_before_version_9() -> None:
+    assert (parse_cudnn("8.9.2"), parse_cudnn("8902")) == (8902, 8902)
+
+
+def test_help_says_that_there_is_no_cudnn_unless_named(cli: Cli) -> None:
+    text = " ".join(cli("explain", "--help").stdout.replace("│", " ").split())
+    assert "9.19.0 or as torch writes it (91900). Without it: none." in text
+
+
+@pytest.mark.parametrize("command", ["explain", "run"])
+def test_a_folder_is_no_pipeline(cli: Cli, tmp_path: Path, command: str) -> None:
+    result = cli(command, tmp_path)
+    assert (result.exit_code, result.stderr) == (2, f"{tmp_path}: is a folder; name a file\n")
 
 
 def test_package_names_are_spelled_as_the_index_does(cli: Cli, pipeline: Write) -> None:

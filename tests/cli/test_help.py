@@ -10,7 +10,7 @@ import pytest
 from omni_attn import __version__
 from tests.cli.conftest import Cli
 
-COMMANDS = ("run", "explain", "doctor", "check", "backends", "schema")
+COMMANDS = ("run", "explain", "doctor", "check", "backends", "schema", "bench", "tune")
 
 
 def test_help_names_every_command(cli: Cli) -> None:
@@ -50,9 +50,11 @@ def test_usage_mistakes_exit_2(cli: Cli, arguments: tuple[str, ...]) -> None:
     assert "Usage" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "explain", "check"])
-def test_missing_file_is_one_line(cli: Cli, command: str) -> None:
-    result = cli(command, "nowhere.yaml")
+@pytest.mark.parametrize(
+    ("command", "more"), [("run", ()), ("explain", ()), ("check", ()), ("tune", ("-o", "out.yaml"))]
+)
+def test_missing_file_is_one_line(cli: Cli, command: str, more: tuple[str, ...]) -> None:
+    result = cli(command, "nowhere.yaml", *more)
     assert result.exit_code == 2
     assert result.stderr == "nowhere.yaml: there is no such file\n"
 

@@ -10,9 +10,11 @@ import pytest
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.config import PipelineConfig
 from omni_attn.diagnosis import diagnose
+from omni_attn.overview import backend_rows, built_in_facts, registered_facts
 from omni_attn.platforms import current_omni_platform
-from omni_attn.testing import fake_device
+from omni_attn.testing import fake_device, fake_kernels
 from tests.cli.conftest import ROOT, Cli
+from tests.selection.stubs import registered
 from tools import docs
 
 BUILT_IN = [member.name for member in DiffusionAttentionBackendEnum]
@@ -27,10 +29,70 @@ def test_matrix_has_a_row_per_variant(cli: Cli) -> None:
 
 def test_matrix_as_json(cli: Cli) -> None:
     data = json.loads(cli("backends", "--json").stdout)
-    facts = {entry["backend"]: entry for entry in data}
+    facts = {entry["backend"]: entry for entry in data if entry["family"] is None}
     assert list(facts) == BUILT_IN
-    assert facts["CUDNN_ATTN"]["head_sizes"] == {"allowed": None, "multiple_of": 8, "maximum": 256}
-    assert [variant["name"] for variant in facts["FLASH_ATTN"]["variants"]] == ["fa3", "fa2"]
+    own = {entry["family"]: entry for entry in data if entry["backend"] == "FLASH_ATTN"}
+    assert list(own) == [None, "rocm", "npu", "xpu", "musa"]
+    assert own["rocm"]["architectures"] == ["gfx942", "gfx950"]
+    sizes = {"allowed": None, "multiple_of": 8, "minimum": 1, "maximum": 256, "beside": []}
+    assert facts["CUDNN_ATTN"]["head_sizes"] == sizes
+    assert [variant["name"] for variant in facts["FLASH_ATTN"]["variants"]] == ["fa3", "fa4", "fa2"]
+
+
+def test_every_class_of_a_name_has_its_rows_and_none_twice() -> None:
+    rows = [(row.backend, row.variant) for row in backend_rows(built_in_facts())]
+    assert len(set(rows)) == len(rows)
+    variants = [variant for name, variant in rows if name == "FLASH_ATTN"]
+    assert variants[-4:] == ["aiter", "mindiesd", "vllm-xpu-kernels", "mate"]
+    places = {row.variant: row.place_cells()[2] for row in backend_rows(built_in_facts())}
+    assert places["aiter"] == "rocm gfx942, gfx950"
+    assert places["vllm-xpu-kernels"] == "xpu except pvc"
+
+
+def test_a_registered_class_has_no_rows_of_other_families() -> None:
+    """It holds everywhere, so a family's own class is out of play."""
+    with registered(("FLASH_ATTN", "omni_attn.backends.flash_attn.FlashAttentionBackend")):
+        assert [b.family for b in registered_facts() if b.name == "FLASH_ATTN"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("device", "install"),
+    [
+        ("gfx942", ("pip install amd-aiter",)),
+        ("npu", ("pip install mindiesd",)),
+        ("xpu", ("pip install vllm-xpu-kernels",)),
+        ("musa", ("pip install --no-build-isolation git+https://github.com/MooreThreads/mate",)),
+        ("gfx1100", ()),
+        ("pvc", ()),
+        ("musa_22", ()),
+        ("mps", ()),
+    ],
+)
+def test_doctor_looks_at_the_class_of_the_family(device: str, install: tuple[str, ...]) -> None:
+    health = {h.backend: h for h in diagnose(current_omni_platform(fake_device(device))).backends}
+    assert not health["FLASH_ATTN"].usable and health["FLASH_ATTN"].install == install
+    assert health["TORCH_SDPA"].usable
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "name", "variant"),
+    [
+        ("gfx950", {"amd-aiter": "0.1.7"}, "FLASH_ATTN", "aiter"),
+        ("gfx950", {"amd-aiter": "0.1.7"}, "AITER_QUANT_ATTN", None),
+        ("npu", {"mindiesd": "3.1.0"}, "FLASH_ATTN", "mindiesd"),
+        ("xpu", {"vllm-xpu-kernels": "0.1.16.2"}, "FLASH_ATTN", "vllm-xpu-kernels"),
+        ("musa", {"mate": "0.1.3"}, "FLASH_ATTN", "mate"),
+    ],
+)
+def test_doctor_constructs_the_kernel_of_the_family(
+    device: str, packages: dict[str, str], name: str, variant: str | None
+) -> None:
+    platform = current_omni_platform(fake_device(device, packages=packages))
+    with fake_kernels(name, variant):
+        health = {h.backend: h for h in diagnose(platform).backends}[name]
+    assert health.usable and health.variants == ((variant,) if variant else ())
+    broken = {h.backend: h for h in diagnose(platform).backends}[name]
+    assert not broken.usable and "not installed" in broken.reasons[0]
 
 
 def test_doctor_on_this_machine(cli: Cli) -> None:

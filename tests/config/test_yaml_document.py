@@ -21,7 +21,16 @@ from omni_attn.errors import ConfigError
         ("1.", 1.0),
         ("3", 3),
         ("-7", -7),
-        ("010", 10),
+        ("0", 0),
+        ("-0", 0),
+        ("+12", 12),
+        ("010", "010"),
+        ("08", "08"),
+        ("-007", "-007"),
+        ("0.5", 0.5),
+        ("08.5", 8.5),
+        ("1e3", 1000.0),
+        ("01e3", 1000.0),
         ("0x10", 16),
         ("0o17", 15),
         ("true", True),
@@ -58,8 +67,12 @@ def test_an_override_scalar_is_not_parsed_any_further(text: str) -> None:
     assert parse_value(text) == text
 
 
+def test_a_leading_zero_is_a_number_for_those_who_say_so() -> None:
+    assert parse_document("key: !!int 010").data == {"key": 10}
+
+
 def test_keys_stay_text_too() -> None:
-    assert parse_document("on: {no: 1}").data == {"on": {"no": 1}}
+    assert parse_document("on: {no: {08: 1}}").data == {"on": {"no": {"08": 1}}}
 
 
 def test_places() -> None:

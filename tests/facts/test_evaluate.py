@@ -10,13 +10,23 @@ import pytest
 from omni_attn.backends.flash_attn import FlashAttentionBackend
 from omni_attn.backends.torch_sdpa import TorchSDPABackend
 from omni_attn.errors import BackendRejectedError
-from omni_attn.facts import AttentionRequest, BackendFacts, HeadSizes, KernelFacts, Variant, evaluate
+from omni_attn.facts import (
+    AttentionRequest,
+    BackendFacts,
+    CapabilityHeadSizes,
+    CapabilityRange,
+    HeadSizes,
+    KernelFacts,
+    Variant,
+    choose_variant,
+    evaluate,
+)
 from omni_attn.selector import select
 from omni_attn.testing import fake_device
 from tests.selection.stubs import ask, choose
 
 FLASH = FlashAttentionBackend.facts
-FA3, FA2 = {"fa3-fwd": "0.0.3"}, {"flash-attn": "2.8.3"}
+FA4, FA3, FA2 = {"flash-attn-4": "4.0.0b36"}, {"fa3-fwd": "0.0.3"}, {"flash-attn": "2.8.3"}
 CPU = fake_device("cpu")
 
 
@@ -54,7 +64,8 @@ def test_reasons_name_the_variant_they_hold_for(
 
 
 def test_a_reason_of_all_variants_is_told_once() -> None:
-    reasons = evaluate(FLASH, ask(dtype="float32"), fake_device("sm_90", packages=FA2 | FA3))
+    machine = fake_device("sm_90", packages=FA2 | FA3 | FA4)
+    reasons = evaluate(FLASH, ask(dtype="float32"), machine)
     assert reasons == ("needs dtype bfloat16 or float16, found float32",)
 
 
@@ -83,7 +94,7 @@ def test_limits_of_two_variants_do_not_add_up() -> None:
 @pytest.mark.parametrize(
     ("packages", "found"),
     [
-        ({}, ["flash-attn", "fa3-fwd", "found none of them installed"]),
+        ({}, []),
         (FA2, ["flash-attn 2.8.3"]),
         (FA3, ["fa3-fwd 0.0.3"]),
         (FA2 | FA3, ["flash-attn 2.8.3", "fa3-fwd 0.0.3"]),
@@ -98,6 +109,14 @@ def test_a_flash_choice_names_capability_and_package(
         select(ask(), choose("FLASH_ATTN"), machine)
     for part in [device, f"found {machine.capability}", *found]:
         assert part in str(caught.value)
+
+
+def test_nobody_is_sent_to_install_what_cannot_run() -> None:
+    """Version 4 is the one for this capability; of the others the hardware says all there is to say."""
+    blackwell, turing = (evaluate(FLASH, ask(), fake_device(name)) for name in ("sm_100", "sm_75"))
+    assert any("flash-attn-4" in reason and "found none installed" in reason for reason in blackwell)
+    assert not any("fa3-fwd" in reason or "flash-attn >=" in reason for reason in blackwell)
+    assert turing and not any("pip" in reason for reason in turing)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "gfx942", "npu"])
@@ -163,3 +182,60 @@ def test_the_same_facts_refuse_what_is_known(needs: dict[str, Any], parts: list[
 
 def test_a_scale_that_says_the_default_is_the_default() -> None:
     assert evaluate(NARROW, request(softmax_scale=64**-0.5), CPU) == ()
+
+
+# --- limits that depend on the capability
+
+
+def test_head_sizes_may_differ_by_capability() -> None:
+    facts = KernelFacts(
+        head_sizes=HeadSizes(multiple_of=8, minimum=16, maximum=256),
+        value_head_size=True,
+        capability_head_sizes=(
+            CapabilityHeadSizes(
+                capabilities=CapabilityRange(minimum=(10, 0), below=(12, 0)),
+                head_sizes=HeadSizes(multiple_of=8, maximum=128, beside=(256,)),
+            ),
+        ),
+    )
+    hopper, blackwell, last = (fake_device(name) for name in ("sm_90", "sm_100", "sm_120"))
+    for size, accepted in ((192, (hopper, last)), (256, (hopper, blackwell, last)), (8, (blackwell,))):
+        for device in (hopper, blackwell, last):
+            reasons = evaluate(facts, request(head_size=size), device)
+            assert (reasons == ()) == (device in accepted), (size, device.name)
+            assert reasons == () or f"head_size={size}" in reasons[0]
+    [reason] = evaluate(facts, request(head_size=192), blackwell)
+    assert reason == "needs head_size a multiple of 8 up to 128, or 256 on sm_100, found head_size=192"
+    [reason] = evaluate(facts, request(head_size=128, value_head_size=8), hopper)
+    assert reason == "needs value_head_size a multiple of 8 from 16 up to 256, found value_head_size=8"
+
+
+def test_a_capability_is_asked_of_families_that_have_one() -> None:
+    facts = KernelFacts(
+        device_kinds=frozenset({"cuda", "rocm"}), capabilities=(CapabilityRange(minimum=(8, 0)),)
+    )
+    assert evaluate(facts, request(), fake_device("gfx942")) == ()
+    assert evaluate(facts, request(), fake_device("sm_80")) == ()
+    assert "8.0 or newer" in evaluate(facts, request(), fake_device("sm_75"))[0]
+    assert "needs a cuda or rocm device" in evaluate(facts, request(), CPU)[0]
+
+
+def test_a_variant_for_explicit_choices_is_no_default() -> None:
+    by_name = Variant(name="one", facts=KernelFacts(), explicit_only=True)
+    facts = BackendFacts(variants=(by_name,))
+    assert choose_variant(facts, request(), CPU) == ("one", ())
+    assert choose_variant(facts, request(), CPU, "one") == ("one", ())
+    chosen, [reason] = choose_variant(facts, request(), CPU, by_default=True)
+    assert chosen is None and "needs to be chosen by name, found a platform default" in reason
+    both = BackendFacts(variants=(by_name, Variant(name="two", facts=KernelFacts())))
+    assert choose_variant(both, request(), CPU)[0] == "one"
+    assert choose_variant(both, request(), CPU, by_default=True)[0] == "two"
+
+
+def test_a_window_together_with_a_mask() -> None:
+    """FlashAttention packs the kept keys, which moves their positions."""
+    facts = KernelFacts(mask_kinds=frozenset({"padding"}), window=True)
+    [reason] = evaluate(facts, request(window=(4, 4), mask_usage="padding"), CPU)
+    assert reason == "needs a window together with attn_mask, found support for one of them at a time"
+    assert evaluate(facts, request(window=(4, 4), mask_usage="never"), CPU) == ()
+    assert evaluate(facts, request(mask_usage="padding"), CPU) == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omni_attn.backends.flash_kernels import FA2_PACKAGES
+from omni_attn.backends.flash_packages import FA2_PACKAGES
 from omni_attn.errors import BackendRejectedError
 from omni_attn.facts import PackageRequirement
 from omni_attn.facts.packages import package_reasons
@@ -65,9 +65,7 @@ def test_what_is_no_version_is_not_held_against_a_package(version: str) -> None:
         ({"aa": "1", "bb": "1.9"}, ("needs aa >= 2, found 1", "needs bb >= 2, found 1.9")),
         (
             {},
-            (
-                "needs aa >= 2 or bb >= 2, found none of them installed (`pip install aa` or `pip install bb`)",
-            ),
+            ("needs aa >= 2 or bb >= 2, found none installed (`pip install aa` or `pip install bb`)",),
         ),
     ],
     ids=["one serves", "one too old", "both too old", "none"],

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from omni_attn.backends import cudnn_attn
-from omni_attn.testing.standins import CallLog, CuDNNStandIn
+from omni_attn.testing.standins.cudnn import CuDNNStandIn
+from omni_attn.testing.standins.log import CallLog
 from tests.layer.stands import Stand
 
 _current: list[CuDNNStandIn] = []

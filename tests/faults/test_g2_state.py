@@ -24,10 +24,13 @@ from omni_attn.models.wan.config import WAN_PRESETS
 from omni_attn.models.wan.model import WanModel
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
+from tests.layer.stands import STANDS, Stand
 from tests.selection.stubs import SparseBackend, ask, choose, registered
 
 DOCUMENTED = ("OMNI_ATTN_BACKEND", "DIFFUSION_ATTENTION_BACKEND")
-H100 = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"}, cudnn=91900)
+H100 = fake_device(
+    "sm_90", packages={"fa3-fwd": "0.0.3", "triton": "3.6.0", "flashinfer-python": "0.6.18"}, cudnn=91900
+)
 CPU = fake_device("cpu")
 
 
@@ -48,7 +51,7 @@ def test_b10_it_also_reaches_a_layer_without_any_config(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "TORCH_SDPA")
-    selection = Attention(2, 8, role="self").selection
+    selection = Attention(2, 128, role="self").selection
     assert selection is not None and selection.source == f"env {variable}"
 
 
@@ -76,8 +79,11 @@ def test_b10_a_variable_of_another_project_is_named_in_a_warning(variable: str) 
 
 # --- B13 the choice for one model changes another
 
-TINY = replace(WAN_PRESETS["wan-tiny"].transformer, num_layers=1)
-INPUTS = (torch.randn(1, 16, 2, 4, 4), torch.tensor([500]), torch.randn(1, 512, 64))
+# A head size and token counts that every kernel takes: 128 latent tokens, as many of text.
+TINY = replace(
+    WAN_PRESETS["wan-tiny"].transformer, num_layers=1, num_attention_heads=1, attention_head_dim=128
+)
+INPUTS = (torch.randn(1, 16, 2, 16, 16), torch.tensor([500]), torch.randn(1, 128, 64))
 
 
 def build_wan(config: object, device: object) -> WanModel:
@@ -99,16 +105,17 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-@pytest.mark.parametrize("name", registered_names())
+@pytest.mark.parametrize("stand", [s for s in STANDS if s.name in registered_names()], ids=str)
 @pytest.mark.parametrize("threaded", [False, True], ids=["one thread", "two threads"])
-def test_b13_models_keep_their_own_choice(name: str, threaded: bool) -> None:
+def test_b13_models_keep_their_own_choice(stand: Stand, threaded: bool) -> None:
+    name = stand.name
     fresh = {
-        role: select(ask(role, role_category=role, num_heads=4, head_size=32, dtype=None), None, CPU).label
+        role: select(ask(role, role_category=role, num_heads=1, dtype=None), None, CPU).label
         for role in ("self", "cross")
     }
-    with fake_kernels(name) as kernel, torch.no_grad():
+    with stand.kernels() as kernel, torch.no_grad():
         run = in_thread if threaded else lambda work: work()
-        chosen = run(lambda: build_wan({"default": name}, H100))
+        chosen = run(lambda: build_wan({"default": stand.spec}, stand.platform))
         unset = build_wan(None, CPU)
         first, calls = unset(*INPUTS), len(kernel)
         assert calls == 0
@@ -133,16 +140,16 @@ def test_b13_a_failed_construction_leaves_no_trace() -> None:
     assert explanations(build_wan(None, CPU)) == before
     with pytest.raises(RuntimeError, match="midway"), use_attention_config("CUDNN_ATTN", platform=H100):
         raise RuntimeError("midway")
-    layer = Attention(2, 8, role="self")
+    layer = Attention(2, 128, role="self")
     assert layer.selection is not None and layer.selection.source == "platform default"
 
 
 def test_b13_nested_scopes_end_where_they_end() -> None:
     with use_attention_config("TORCH_SDPA", platform=H100):
         with use_attention_config("CUDNN_ATTN", platform=H100), fake_kernels("CUDNN_ATTN"):
-            inner = Attention(2, 8, role="self", dtype="bfloat16")
-        outer = Attention(2, 8, role="self", dtype="bfloat16")
-        own = Attention(2, 8, role="self", config=choose({"per_role": {"self": "SDPA"}}))
+            inner = Attention(2, 128, role="self", dtype="bfloat16")
+        outer = Attention(2, 128, role="self", dtype="bfloat16")
+        own = Attention(2, 128, role="self", config=choose({"per_role": {"self": "SDPA"}}))
     sources = [(layer.selection.backend, layer.selection.source) for layer in (inner, outer, own)]  # type: ignore[union-attr]
     assert sources == [
         ("CUDNN_ATTN", "default"),

@@ -1,8 +1,7 @@
 """Public faults, group G3: availability and capability. B19, about head sizes, is in test_g3_head_sizes.py.
 
 B20 and B22 run over the registered names, so a backend meets them when it arrives. Waiting:
-    B17   FA4, whose answers open with its variant, and FlashInfer as a choice
-    B22   TRTLLM_ATTN and FASTVIDEO_VSA by name
+    B22   FASTVIDEO_VSA by name
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from omni_attn.errors import BackendImportError, BackendRejectedError
 from omni_attn.facts import DeviceInfo, PackageRequirement
 from omni_attn.layer import Attention
 from omni_attn.models.wan.model import WanModel
+from omni_attn.platforms.assumed import ASSUMED_NAMES
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device, fake_package
 from tests.faults.test_g1_selection import TINY
 from tests.selection.fresh import run_fresh, write_metadata
-from tests.selection.stubs import EVERY_PACKAGE, ask, choose, kernels_of
+from tests.selection.stubs import EVERY_PACKAGE, ask, choose, kernels_of, packages_for
 
 # --- B16 a broken package that nobody asked for stops the program
 
@@ -69,7 +70,7 @@ def test_b16_a_broken_package_breaks_its_own_backend_only(kind: str, tmp_path: P
 
 
 def test_b16_a_missing_package_reads_differently() -> None:
-    with pytest.raises(BackendRejectedError, match="none of them installed"):
+    with pytest.raises(BackendRejectedError, match="none installed"):
         select(ask(), choose("FLASH_ATTN"), fake_device("sm_90"))
 
 
@@ -104,39 +105,78 @@ def answer(config: object, device: DeviceInfo, mode: Any) -> tuple[str, str]:
 def test_b17_flash_runs_where_its_package_has_kernels_and_nowhere_else(name: str) -> None:
     capability = fake_device(name).capability
     assert capability is not None
-    runs = {"fa2": (8, 0) <= capability < (10, 0), "fa3": (9, 0) <= capability < (10, 0), "fa4": False}
+    runs = {
+        "fa2": (8, 0) <= capability < (10, 0),
+        "fa3": (9, 0) <= capability < (10, 0),
+        "fa4": capability >= (9, 0),
+    }
     for installed in subsets():
         device = machine(name, installed)
-        able = [variant for variant in ("fa3", "fa2") if variant in installed and runs[variant]]
+        able = [variant for variant in ("fa3", "fa4", "fa2") if variant in installed and runs[variant]]
         state, said = answer("FLASH_ATTN", device, None)
         if able:
             assert (state, said) == ("accepted", f"FLASH_ATTN ({able[0]})"), installed
-        elif "fa4" not in installed or capability < (8, 0):
+        else:
             assert state == "refused", installed
-            if {"fa2", "fa3"} & set(installed):
+            if set(FLASH) & set(installed):
                 assert str(capability) in said
-                assert all(variant in said for variant in ("fa2", "fa3") if variant in installed)
-        _, default = answer({}, device, None)
-        if default.startswith("FLASH_ATTN"):
-            assert capability >= (8, 0) and default[-4:-1] in installed and (able or default[-4:-1] == "fa4")
+                assert all(variant in said for variant in FLASH if variant in installed)
+        for mode in MODES:
+            _, default = answer({}, device, mode)
+            if default.startswith("FLASH_ATTN"):
+                assert capability >= (8, 0) and default[-4:-1] == able[0]
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_b17_ring_and_local_agree(name: str) -> None:
-    for installed, config in product(subsets(), ({}, "FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA")):
-        answers = {answer(config, machine(name, installed), mode) for mode in MODES}
+    for installed, config in product(subsets(), ("FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA")):
+        device = machine(name, installed)
+        answers = {
+            (state, said.split("Accepted here")[0])
+            for state, said in (answer(config, device, mode) for mode in MODES)
+        }
         assert len(answers) == 1, (installed, config)
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_b17_a_default_differs_for_ring_only_where_the_local_one_cannot_split(name: str) -> None:
+    for installed in subsets():
+        device = machine(name, installed)
+        local = select(ask(), None, device)
+        for mode in MODES:
+            split = select(ask(sequence_parallel=mode), None, device)
+            if split.label != local.label:
+                verdicts = {verdict.backend: str(verdict) for verdict in split.verdicts}
+                assert f"needs sequence parallelism {mode}" in verdicts[local.backend], (installed, mode)
+
+
+def test_b17_such_a_default_exists() -> None:
+    """TRT-LLM's kernels give no LSE, which a ring merges by."""
+    device = machine("sm_100", ("flashinfer",))
+    chosen = {mode: select(ask(sequence_parallel=mode), None, device).backend for mode in MODES}
+    assert chosen[None] == chosen["ulysses"] == "TRTLLM_ATTN" != chosen["ring"] == "FLASHINFER_ATTN"
 
 
 # --- B20 a choice is accepted, and the kernel turns out missing in the first forward
 
 
+WIDE = replace(TINY, num_attention_heads=1, attention_head_dim=128)  # a head size that every kernel takes
+
+
 def needed_packages() -> Iterator[Any]:
+    """Each package that a kernel needs, on the first machine that has the hardware for it."""
     for name in registered_names():
-        for variant, kernel in kernels_of(name):
-            for package in kernel.packages:
-                identity = f"{name}-{variant}-{package.distribution}"
-                yield pytest.param(name, variant, package, id=identity)
+        seen = set()
+        for device in ASSUMED_NAMES:
+            for variant, kernel in kernels_of(name, device):
+                machine = fake_device(device, packages=packages_for(kernel), cudnn=91900)
+                spec = {"backend": name, "variant": variant}
+                if variant in seen or answer({"default": spec}, machine, None)[0] != "accepted":
+                    continue
+                seen.add(variant)
+                for package in kernel.packages:
+                    identity = f"{name}-{variant}-{package.distribution}"
+                    yield pytest.param(name, variant, package, machine, id=identity)
 
 
 def faulty(package: PackageRequirement, fault: str) -> AbstractContextManager[Any]:
@@ -146,20 +186,18 @@ def faulty(package: PackageRequirement, fault: str) -> AbstractContextManager[An
 
 
 @pytest.mark.parametrize("fault", ["symbol is None", "import fails"])
-@pytest.mark.parametrize(("name", "variant", "package"), list(needed_packages()))
+@pytest.mark.parametrize(("name", "variant", "package", "device"), list(needed_packages()))
 def test_b20_construction_finds_it_on_every_path(
-    name: str, variant: str | None, package: PackageRequirement, fault: str
+    name: str, variant: str | None, package: PackageRequirement, device: DeviceInfo, fault: str
 ) -> None:
     spec = {"backend": name, "variant": variant}
-    machines = [fake_device(n, packages=EVERY_PACKAGE, cudnn=91900) for n in CAPABILITIES]
-    device = next(d for d in machines if answer({"default": spec}, d, None)[0] == "accepted")
-    geometry = (TINY.num_attention_heads, TINY.attention_head_dim)
+    geometry = (WIDE.num_attention_heads, WIDE.attention_head_dim)
     with faulty(package, fault):
         with use_attention_config({"default": spec}, platform=device):
             with pytest.raises(BackendImportError) as one_layer:
                 Attention(*geometry, role="self", mask_usage="never")
             with pytest.raises(BackendImportError) as whole_model, torch.device("meta"):
-                WanModel(TINY)
+                WanModel(WIDE)
         with use_attention_config(None, platform=device), pytest.raises(BackendImportError) as own_config:
             Attention(*geometry, role="self", config=choose({"per_role": {"self": spec}}))
     [text] = {str(caught.value) for caught in (one_layer, whole_model, own_config)}

@@ -1,6 +1,6 @@
 """Public faults, group G4: padding. B28 and B29, on every registered backend.
 
-Waiting for what does not exist yet: B28 on TRTLLM_ATTN (its default rule and its refusal of holes) and on the
+B28 with TRTLLM_ATTN as the default is in tests/backends/test_trtllm.py. Waiting for what does not exist yet: B28 on the
 MiniMax-H3 model; B29 (a) over real ranks (sequence parallelism). Here the padding of both is stated as a record.
 """
 
@@ -14,7 +14,7 @@ import torch
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, PackedPadding, use_attention_config
 from omni_attn.ops.reference import reference_attention
 from omni_attn.testing import fake_device, fake_kernels
-from tests.layer.stands import CUDNN, Stand, assert_close, every_stand, refusal_of, tensors
+from tests.layer.stands import CUDNN, HEAD_SIZE, Stand, assert_close, every_stand, refusal_of, tensors
 
 REAL, ALIGNED = 58, 64
 PREFIX = (torch.arange(ALIGNED) < REAL)[None]
@@ -37,13 +37,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def can(stand: Stand, form: dict[str, Any]) -> bool:
-    packs = "cu_seqlens_q" in form or "packed_padding" in form
-    return (not packs or stand.facts.packing) and (
-        "attn_mask" not in form or "padding" in stand.facts.mask_kinds
-    )
-
-
 @every_stand
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 def test_b28_real_tokens_come_out_as_if_alone(stand: Stand, form: dict[str, Any]) -> None:
@@ -51,10 +44,6 @@ def test_b28_real_tokens_come_out_as_if_alone(stand: Stand, form: dict[str, Any]
     expected = reference_attention(*(x[:, :REAL] for x in (query, key, value)))[0]
     record = AttentionMetadata(**form)
     with stand.kernels():
-        if not can(stand, form):
-            text = refusal_of(lambda: stand.run_layer(query, key, value, record))
-            assert stand.name in text and any(field in text for field in form)
-            return
         for output in stand.both(query, key, value, record):
             assert_close(output[:, :REAL], expected)
             assert bool(output.isfinite().all())
@@ -75,7 +64,7 @@ def test_b28_a_disagreement_names_both_numbers(stand: Stand, form: dict[str, Any
         text = refusal_of(lambda: stand.run_layer(*aligned(), AttentionMetadata(**form)))
         assert not getattr(log, "calls", [])
     assert stand.name in text
-    if can(stand, form):
+    if not stand.limits(*aligned(), AttentionMetadata(**form)).told_by(text):
         assert "58" in text and "60" in text
 
 
@@ -86,14 +75,13 @@ def test_b28_a_hole(stand: Stand) -> None:
     holed[0, 20] = False
     call = aligned()
     with stand.kernels():
-        if "padding" in stand.facts.mask_kinds:
-            expected = reference_attention(*call, attn_mask=holed)[0]
-            for output in stand.both(*call, AttentionMetadata(attn_mask=holed)):
-                assert_close(output, expected)
+        expected = reference_attention(*call, attn_mask=holed)[0]
+        for output in stand.both(*call, AttentionMetadata(attn_mask=holed)):
+            assert_close(output, expected)
         record = AttentionMetadata(attn_mask=holed, kv_lengths=(REAL - 1,))
         text = refusal_of(lambda: stand.run_layer(*call, record))
     assert stand.name in text
-    if "padding" in stand.facts.mask_kinds:
+    if not stand.limits(*call, record).told_by(text):
         assert "hole" in text and "TORCH_SDPA" in text
 
 
@@ -114,7 +102,7 @@ def test_b28_a_default_never_raises_on_the_models_own_padding(
         fake_kernels("CUDNN_ATTN"),
         use_attention_config(AttentionConfig(), platform=device),
     ):
-        layer = Attention(2, 8, role="self", mask_usage=usage, packed=packed)
+        layer = Attention(2, HEAD_SIZE, role="self", mask_usage=usage, packed=packed)
         output = layer(*call, AttentionMetadata(**form))
     assert layer.selection is not None and layer.selection.source == "platform default"
     assert_close(output[:, :REAL], reference_attention(*(x[:, :REAL] for x in call))[0])
@@ -128,11 +116,9 @@ def test_b29_a_sequence_padded_for_two_ranks(stand: Stand) -> None:
     query, key, value = tensors(1, 8, 8)
     expected = reference_attention(*(x[:, :7] for x in (query, key, value)))[0]
     record = AttentionMetadata(packed_padding=PackedPadding(7, 7))
-    if not stand.facts.packing:
-        with stand.kernels():
-            assert "packed_padding" in refusal_of(lambda: stand.run_layer(query, key, value, record))
-        return
-    query[:, 7:], key[:, 7:], value[:, 7:] = (torch.full((1, 1, 4, 8), float("nan")) for _ in range(3))
+    query[:, 7:], key[:, 7:], value[:, 7:] = (
+        torch.full((1, 1, 4, HEAD_SIZE), float("nan")) for _ in range(3)
+    )
     with stand.kernels():
         for output in stand.both(query, key, value, record):
             assert_close(output[:, :7], expected)
@@ -144,15 +130,11 @@ def test_b29_a_sequence_padded_for_two_ranks(stand: Stand) -> None:
 def test_b29_a_prompt_padded_to_any_length(stand: Stand, padded: int) -> None:
     query, text_key, text_value = tensors(1, 12, 6)
     expected = reference_attention(query, text_key, text_value)[0]
-    key, value = torch.zeros(2, 1, padded, 4, 8)
+    key, value = torch.zeros(2, 1, padded, 4, HEAD_SIZE)
     key[:, :6], value[:, :6] = text_key, text_value
     assert (reference_attention(query, key, value)[0] - expected).abs().max() > 0.05  # unmasked it would show
     mask = (torch.arange(padded) < 6)[None]
     with stand.kernels():
-        if "padding" not in stand.facts.mask_kinds:
-            text = refusal_of(lambda: stand.run_layer(query, key, value, AttentionMetadata(attn_mask=mask)))
-            assert stand.name in text and "attn_mask" in text
-            return
         for fields in ({}, {"kv_lengths": (6,)}):
             for output in stand.both(query, key, value, AttentionMetadata(attn_mask=mask, **fields)):
                 assert_close(output, expected)
@@ -167,10 +149,6 @@ def test_b29_two_prompts_in_one_batch(stand: Stand) -> None:
         for i, n in ((0, 3), (1, 8))
     ]
     with stand.kernels():
-        if "padding" not in stand.facts.mask_kinds:
-            text = refusal_of(lambda: stand.run_layer(query, key, value, AttentionMetadata(attn_mask=mask)))
-            assert stand.name in text and "attn_mask" in text
-            return
         for fields in ({}, {"kv_lengths": (3, 8)}):
             for output in stand.both(query, key, value, AttentionMetadata(attn_mask=mask, **fields)):
                 assert_close(output, torch.cat(alone))

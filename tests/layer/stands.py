@@ -1,14 +1,17 @@
 """Every registered backend, ready to run on the CPU: a machine that accepts it, stand-in kernels behind it.
 
-A backend that arrives later is found here by its registered name and meets every recipe that uses `every_stand`.
+A backend that arrives later is found here by its registered name, or as the class of a device family, and meets every
+recipe that uses `every_stand`. What its facts do not claim it must refuse, which recipes check in place of numbers; the
+backends of limited.py prove it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -21,29 +24,34 @@ from omni_attn.config import AttentionConfig, AttentionSpec
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest, KernelFacts
 from omni_attn.layer import Attention
-from omni_attn.platforms import OmniPlatform, current_omni_platform
+from omni_attn.platforms import OmniPlatform, current_omni_platform, family_class_paths
 from omni_attn.platforms.assumed import ASSUMED_NAMES
 from omni_attn.products import build_product
 from omni_attn.selector import use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
+from tests.layer.limited import LIMITED, limited_kernels
+from tests.layer.limits import Limits, length_limits, limits_of
 
+#: The one head size that every kernel takes.
+HEAD_SIZE = 128
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CUDNN = 91900
 
 
 @dataclass(frozen=True)
 class Stand:
-    """One backend, or one variant of it."""
+    """One backend, or one variant of it; `path` is the class that a device family has in place of the name's own."""
 
     name: str
     variant: str | None = None
+    path: str | None = None
 
     def __str__(self) -> str:
         return self.name if self.variant is None else f"{self.name}-{self.variant}"
 
     @property
     def backend(self) -> type[AttentionBackend]:
-        return load(self.name)
+        return LIMITED.get(self.name) or load(self.name, self.path)
 
     @property
     def facts(self) -> KernelFacts:
@@ -68,15 +76,54 @@ class Stand:
     def platform(self) -> OmniPlatform:
         """The first assumed machine, CPU first, on which this backend runs a plain layer."""
         packages = {p.distribution: p.minimum or "1.0" for p in self.facts.packages}
-        request = AttentionRequest(role="self", num_heads=4, head_size=64)
+        request = AttentionRequest(role="self", num_heads=4, head_size=HEAD_SIZE)
         for name in ("cpu", *ASSUMED_NAMES):
             device = fake_device(name, packages=packages, cudnn=CUDNN)
-            if not self.backend.validate_configuration(request, device, self.spec):
-                return current_omni_platform(device)
+            platform = current_omni_platform(device)
+            elsewhere = self.name not in LIMITED and (
+                load(self.name, platform.class_path(self.name)) is not self.backend
+            )
+            if not elsewhere and not self.backend.validate_configuration(request, device, self.spec):
+                return platform
         raise AssertionError(f"no assumed machine runs {self}")
 
     def kernels(self) -> AbstractContextManager[Any]:
-        return fake_kernels(self.name, self.variant)
+        return limited_kernels(self.name) if self.name in LIMITED else fake_kernels(self.name, self.variant)
+
+    def lengths(self, queries: int, keys: int) -> tuple[int, int]:
+        """The nearest lengths from these on that this backend takes, for recipes that are not about lengths."""
+        if not self.facts.unequal_lengths:
+            tokens = next(n for n in count(max(queries, keys)) if self._takes(n, n))
+            return tokens, tokens
+        fitting_keys = next(n for n in count(keys) if self._takes(None, n))
+        return next(n for n in count(queries) if self._takes(n, None)), fitting_keys
+
+    def tokens(self, number: int) -> int:
+        """The shortest length of queries and keys that this backend takes is number 1, and so on."""
+        return next(islice((n for n in count(1) if self._takes(n, n)), number - 1, None))
+
+    def _takes(self, queries: int | None, keys: int | None) -> bool:
+        return not any(length_limits(self.facts, (queries, keys)))
+
+    def call(self, batch: int, queries: int, keys: int, **shape: int) -> list[torch.Tensor]:
+        """Random tensors of such lengths, in this backend's dtype."""
+        return [x.to(self.dtype) for x in tensors(batch, *self.lengths(queries, keys), **shape)]
+
+    def accepts(self, **needs: Any) -> bool:
+        """Whether a layer with these needs would be built on this backend's machine."""
+        request = AttentionRequest(**{"role": "self", "num_heads": 4, "head_size": HEAD_SIZE, **needs})
+        return not self.backend.validate_configuration(request, self.platform.device, self.spec)
+
+    def limits(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        record: AttentionMetadata | None = None,
+        **geometry: Any,
+    ) -> Limits:
+        """What the facts refuse of a call."""
+        return limits_of(self.facts, (query, key, value), record, **geometry)
 
     def layer(self, num_heads: int, head_size: int, *, role: str = "self", **needs: Any) -> Attention:
         """A layer that chose this backend by name. Call it with the kernels in place."""
@@ -124,23 +171,47 @@ class Stand:
         return layer(*(x.to(self.dtype) for x in (query, key, value)), record)
 
     def both(self, *call: Any, needs: Mapping[str, Any] | None = None, **geometry: Any) -> list[torch.Tensor]:
-        """The same call through the impl in float32 and through a layer; `needs` are the layer's alone."""
-        return [self.run_impl(*call, **geometry), self.run_layer(*call, **geometry, **(needs or {}))]
+        """The same call through the impl in float32 and through a layer; `needs` are the layer's alone.
+
+        Nothing for a call that the facts do not claim: its refusal is then checked, by its words.
+        """
+        in_float32, as_layer = partial(self.run_impl, *call), partial(self.run_layer, *call, **(needs or {}))
+        runs = [partial(run, **geometry) for run in (in_float32, as_layer)]
+        return self._held_to_facts(runs, self.limits(*call, **geometry))
+
+    def _held_to_facts(
+        self, runs: Sequence[Callable[[], torch.Tensor]], limits: Limits
+    ) -> list[torch.Tensor]:
+        if limits.must:
+            self.refuses(runs[-1], limits)
+            return []
+        outcomes = [outcome_of(run) for run in runs]
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        assert all(limits.told_by(text) for text in refusals), refusals
+        return [] if refusals else outcomes
+
+    def refuses(self, call: Callable[[], object], limits: Limits) -> None:
+        """Asserts that a call is refused by name, in the words of one of its limits."""
+        text = refusal_of(call)
+        assert self.name in text and limits.told_by(text), (text, limits)
 
 
-def load(name: str) -> type[AttentionBackend]:
-    return registry.load_backend(registry.runtime_path(name) or registry.default_path(name), name)
+def load(name: str, path: str | None = None) -> type[AttentionBackend]:
+    return registry.load_backend(path or registry.runtime_path(name) or registry.default_path(name), name)
 
 
 def _stands() -> list[Stand]:
-    found = []
-    for name in registry.registered_names():
-        variants = [v.name for v in load(name).facts.variants]
-        found += [Stand(name, variant) for variant in variants or [None]]
+    found = [Stand(name) for name in LIMITED]
+    classes: list[tuple[str, str | None]] = [(name, None) for name in registry.registered_names()]
+    classes += [(name, path) for _, name, path in family_class_paths()]
+    for name, path in classes:
+        variants = [v.name for v in load(name, path).facts.variants]
+        found += [Stand(name, variant, path) for variant in variants or [None]]
     return found
 
 
 STANDS = _stands()
+COMPILED = [stand for stand in STANDS if stand.facts.compile_mode != "eager_only"]
 every_stand = pytest.mark.parametrize("stand", STANDS, ids=str)
 
 
@@ -151,7 +222,7 @@ def tensors(
     *,
     heads: int = 4,
     kv_heads: int | None = None,
-    size: int = 8,
+    size: int = HEAD_SIZE,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random float32 query, key and value; bfloat16 and float16 hold the same values, so one reference serves all."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from omni_attn import Attention, attention_report
-from tests.layer.stands import Stand, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -36,9 +36,9 @@ COPIES: list[Callable[[nn.Module], nn.Module]] = [
 def test_a_copy_runs_alike(
     stand: Stand, make_copy: Callable[[nn.Module], nn.Module], calls_before: int
 ) -> None:
-    call = [x.to(stand.dtype) for x in tensors(1, 3, 4)]
+    call = stand.call(1, 3, 4)
     with stand.kernels():
-        layer = stand.layer(4, 8, prefix="blocks.0.attn")
+        layer = stand.layer(4, HEAD_SIZE, prefix="blocks.0.attn")
         for _ in range(calls_before):
             layer(*call)
         [twin] = make_copy(nn.ModuleList([layer]))

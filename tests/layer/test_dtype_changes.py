@@ -12,7 +12,7 @@ from omni_attn import Attention, AttentionMetadata, attention_report, prepare_at
 from omni_attn.errors import MetadataError, OmniAttnError
 from omni_attn.ops.reference import reference_attention
 from omni_attn.testing import fake_device, fake_kernels
-from tests.layer.stands import assert_close, tensors
+from tests.layer.stands import HEAD_SIZE, assert_close, tensors
 
 HOPPER = fake_device("sm_90", packages={"flash-attn-3": "3.0.0"}, cudnn=91900)
 FLASH_THEN_SDPA = {"default": {"backend": "FLASH_ATTN", "fallback": ["TORCH_SDPA"]}}
@@ -22,7 +22,7 @@ WITHOUT_KERNEL = torch.float8_e4m3fn
 
 def build(config: Any = None, **needs: Any) -> Attention:
     with use_attention_config(config, platform=HOPPER):
-        return Attention(4, 8, role="self", mask_usage="never", **needs)
+        return Attention(4, HEAD_SIZE, role="self", mask_usage="never", **needs)
 
 
 def state(layer: Attention) -> tuple[Any, ...]:

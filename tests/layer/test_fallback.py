@@ -15,7 +15,7 @@ from omni_attn.errors import MetadataError
 from omni_attn.ops.reference import reference_attention
 from omni_attn.testing import fake_device, fake_kernels
 from tests.layer.counting import counting_backend
-from tests.layer.stands import assert_close, tensors
+from tests.layer.stands import HEAD_SIZE, assert_close, tensors
 
 
 def grid() -> AttentionMetadata:
@@ -29,7 +29,7 @@ def refuses_grids(record: AttentionMetadata, lengths: tuple[int, int]) -> bool:
 def build(*fallbacks: Any, first: str = "PICKY", **needs: Any) -> Attention:
     config = load_config({"default": {"backend": first, "fallback": list(fallbacks)}})
     with use_attention_config(config, device="cpu"):
-        return Attention(4, 8, role="self", **needs)
+        return Attention(4, HEAD_SIZE, role="self", **needs)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -146,7 +146,7 @@ def test_flash_attention_hands_arbitrary_masks_to_the_fallback() -> None:
     query, key, value = (x.bfloat16() for x in tensors(2, 5, 6))
     keep = torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.4
     with fake_kernels("FLASH_ATTN") as log, use_attention_config(config, platform=device):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
         output = layer(query, key, value, AttentionMetadata(attn_mask=keep))
         assert not log.calls and layer.route == "TORCH_SDPA" and layer.fallbacks_taken == 1
         assert_close(output, reference_attention(query, key, value, attn_mask=keep)[0])

@@ -12,33 +12,33 @@ import torch
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, use_attention_config
 from omni_attn.errors import MetadataError
 from omni_attn.ops.reference import reference_attention
-from tests.layer.stands import Stand, assert_close, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, assert_close, every_stand, tensors
 
 
-def build(num_heads: int = 4, head_size: int = 8, **needs: Any) -> Attention:
+def build(num_heads: int = 4, head_size: int = HEAD_SIZE, **needs: Any) -> Attention:
     with use_attention_config(AttentionConfig(), device="cpu"):
         return Attention(num_heads, head_size, role="self", **needs)
 
 
 def test_role_is_required() -> None:
     with pytest.raises(TypeError, match="role"):
-        Attention(4, 8)
+        Attention(4, HEAD_SIZE)
 
 
 @every_stand
 def test_output_is_query_shaped_and_contiguous(stand: Stand) -> None:
-    query, key, value = tensors(2, 5, 7, kv_heads=2)
+    query, key, value = stand.call(2, 5, 7, kv_heads=2 if stand.facts.gqa else 4)
     with stand.kernels():
         output = stand.run_layer(query, key, value)
-    assert output.shape == (2, 5, 4, 8) and output.is_contiguous() and output.dtype == stand.dtype
+    assert output.shape == query.shape and output.is_contiguous() and output.dtype == stand.dtype
     assert_close(output, reference_attention(query, key, value)[0])
 
 
 def test_value_heads_of_another_size() -> None:
     query, key, value = tensors(2, 5, 7)
     wide = torch.cat([value, value - 1], dim=-1)
-    output = build(value_head_size=16)(query, key, wide)
-    assert output.shape == (2, 5, 4, 16)
+    output = build(value_head_size=2 * HEAD_SIZE)(query, key, wide)
+    assert output.shape == (2, 5, 4, 2 * HEAD_SIZE)
     assert_close(output, reference_attention(query, key, wide)[0])
 
 
@@ -66,25 +66,25 @@ def test_a_copied_layer_runs_alike() -> None:
 @pytest.mark.parametrize(
     ("which", "shape"),
     [
-        ("query", (2, 5, 3, 8)),
-        ("query", (2, 5, 4, 6)),
-        ("query", (10, 4, 8)),
-        ("key", (2, 7, 4, 8)),
-        ("value", (2, 7, 2, 9)),
+        ("query", (2, 5, 3, HEAD_SIZE)),
+        ("query", (2, 5, 4, HEAD_SIZE - 2)),
+        ("query", (10, 4, HEAD_SIZE)),
+        ("key", (2, 7, 4, HEAD_SIZE)),
+        ("value", (2, 7, 2, HEAD_SIZE + 1)),
     ],
 )
 def test_a_wrong_shape_is_refused_with_both_numbers(which: str, shape: tuple[int, ...]) -> None:
     layer = build(num_kv_heads=2)
     arguments = {
-        "query": torch.zeros(2, 5, 4, 8),
-        "key": torch.zeros(2, 7, 2, 8),
-        "value": torch.zeros(2, 7, 2, 8),
+        "query": torch.zeros(2, 5, 4, HEAD_SIZE),
+        "key": torch.zeros(2, 7, 2, HEAD_SIZE),
+        "value": torch.zeros(2, 7, 2, HEAD_SIZE),
     }
     arguments[which] = torch.zeros(shape)
     with pytest.raises(MetadataError) as raised:
         layer(**arguments)
     heads = 4 if which == "query" else 2
-    for part in ('"self"', which, str(shape), str(heads), "8"):
+    for part in ('"self"', which, str(shape), str(heads), str(HEAD_SIZE)):
         assert part in str(raised.value)
 
 
@@ -92,7 +92,7 @@ def test_a_wrong_shape_is_refused_with_both_numbers(which: str, shape: tuple[int
     "wrong",
     [
         {"heads": 2},
-        {"size": 4},
+        {"size": 64},
     ],
     ids=str,
 )
@@ -104,16 +104,16 @@ def test_a_wrong_shape_is_refused_after_a_right_one(wrong: dict[str, int]) -> No
         call = [tensor if index == place else x for index, x in enumerate(right)]
         with pytest.raises(MetadataError, match=re.escape(str(tuple(tensor.shape)))):
             layer(*call)
-    with pytest.raises(MetadataError, match=re.escape("(1, 2, 4, 8)")):
+    with pytest.raises(MetadataError, match=re.escape(f"(1, 2, 4, {HEAD_SIZE})")):
         layer(right[0], right[1], right[2][:, :2])
 
 
 def test_batch_and_key_lengths_have_to_agree() -> None:
     layer = build()
     query, key, value = tensors(2, 5, 7)
-    with pytest.raises(MetadataError, match=r"\(2, 5, 4, 8\).*\(1, 7, 4, 8\)"):
+    with pytest.raises(MetadataError, match=r"\(2, 5, 4, 128\).*\(1, 7, 4, 128\)"):
         layer(query, key[:1], value[:1])
-    with pytest.raises(MetadataError, match=r"\(2, 7, 4, 8\).*\(2, 6, 4, 8\)"):
+    with pytest.raises(MetadataError, match=r"\(2, 7, 4, 128\).*\(2, 6, 4, 128\)"):
         layer(query, key, value[:, :6])
 
 
@@ -125,18 +125,19 @@ def test_head_counts_that_do_not_divide_are_refused_while_building() -> None:
 @pytest.mark.parametrize("role", ["", "self attention", "\n"])
 def test_a_role_is_one_word(role: str) -> None:
     with use_attention_config(AttentionConfig(), device="cpu"), pytest.raises(ValueError, match="role"):
-        Attention(4, 8, role=role)
+        Attention(4, HEAD_SIZE, role=role)
 
 
 @every_stand
 def test_no_record_and_an_empty_record_are_the_same(stand: Stand) -> None:
-    query, key, value = (x.to(stand.dtype) for x in tensors(2, 5, 7))
+    query, key, value = stand.call(2, 5, 7)
     with stand.kernels():
-        layer = stand.layer(4, 8)
+        layer = stand.layer(4, HEAD_SIZE)
         plain = layer(query, key, value)
         assert torch.equal(layer(query, key, value, None), plain)
         assert torch.equal(layer(query, key, value, AttentionMetadata()), plain)
-        assert_close(layer(query[:, :2], key, value), plain[:, :2])  # another length, no record
+        other = stand.call(2, stand.tokens(8), stand.tokens(8))  # another length, no record
+        assert_close(layer(*other), reference_attention(*other)[0])
 
 
 def test_a_mask_needs_the_batch_size_of_the_query() -> None:

@@ -9,18 +9,18 @@ from omni_attn import Attention, AttentionConfig, AttentionMetadata, use_attenti
 from omni_attn.config import load_config
 from omni_attn.errors import MetadataError
 from tests.layer.counting import counting_backend
-from tests.layer.stands import Stand, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand, tensors
 
 GATE = frozenset({"gate_compress"})
 
 
 def build(backend: str) -> Attention:
     with use_attention_config(AttentionConfig(default=backend), device="cpu"):
-        return Attention(4, 8, role="self")
+        return Attention(4, HEAD_SIZE, role="self")
 
 
 def test_a_named_input_reaches_the_impl() -> None:
-    gate = torch.ones(1, 3, 4, 8)
+    gate = torch.ones(1, 3, 4, HEAD_SIZE)
     with counting_backend("GATED", layer_inputs=GATE) as tally:
         layer = build("GATED")
         assert layer.reads("gate_compress") and not layer.reads("gate_other")
@@ -35,10 +35,10 @@ def test_a_named_input_reaches_the_impl() -> None:
 @every_stand
 def test_an_input_that_nobody_named_is_refused(stand: Stand) -> None:
     with stand.kernels() as log:
-        layer = stand.layer(4, 8)
+        layer = stand.layer(4, HEAD_SIZE)
         assert not layer.reads("gate_unknown")
         record = AttentionMetadata()
-        query, key, value = (x.to(stand.dtype) for x in tensors(1, 3, 3))
+        query, key, value = stand.call(1, 3, 3)
         layer(query, key, value, record)
         ran = len(log)
         with pytest.raises(MetadataError) as raised:
@@ -65,7 +65,7 @@ def test_a_fallback_runs_without_the_input_that_only_the_choice_reads() -> None:
         counting_backend("DENSE") as dense,
         use_attention_config(config, device="cpu"),
     ):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
         assert layer.reads("gate_compress")
         layer(*tensors(1, 3, 3), AttentionMetadata().with_layer_inputs(gate_compress=torch.ones(1)))
     assert dense.inputs == [{}]
@@ -78,7 +78,7 @@ def test_the_choice_runs_without_the_input_that_only_a_fallback_reads() -> None:
         counting_backend("DENSE") as dense,
         use_attention_config(config, device="cpu"),
     ):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
         inputs = {"gate_compress": torch.ones(1)} if layer.reads("gate_compress") else {}
         layer(*tensors(1, 3, 3), AttentionMetadata().with_layer_inputs(**inputs))
     assert dense.inputs == [{}]

@@ -11,7 +11,7 @@ from omni_attn import Attention, AttentionMetadata, prepare_attention, use_atten
 from omni_attn.errors import MetadataError
 from omni_attn.testing import fake_device
 from tests.layer.counting import counting_backend
-from tests.layer.stands import Stand, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand, tensors
 
 PREFIX = torch.tensor([[True, True, True, False, False, False]])
 FIELDS: list[dict[str, Any]] = [
@@ -25,16 +25,16 @@ FIELDS: list[dict[str, Any]] = [
 @every_stand
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields))
 def test_record_fields(stand: Stand, fields: dict[str, Any]) -> None:
-    call = [x.to(stand.dtype) for x in tensors(1, 6, 6)]
+    call = tensors(1, 6, 6)
     as_tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     with stand.kernels():
-        outputs = [stand.layer(4, 8)(*call, AttentionMetadata(**given)) for given in (fields, as_tuples)]
-    assert torch.equal(*outputs)
+        as_lists, expected = (stand.both(*call, AttentionMetadata(**given)) for given in (fields, as_tuples))
+    assert all(torch.equal(*outputs) for outputs in zip(as_lists, expected, strict=True))
 
 
 def test_lengths_of_a_preparation() -> None:
     with counting_backend("COUNTING") as tally:
-        layer, record = Attention(4, 8, role="self", config="COUNTING"), AttentionMetadata()
+        layer, record = Attention(4, HEAD_SIZE, role="self", config="COUNTING"), AttentionMetadata()
         for lengths in ([3, 4], (3, 4)):
             prepare_attention(layer, {"self": record}, {"self": lengths})  # type: ignore[dict-item]
         layer(*tensors(1, 3, 4), record)
@@ -45,7 +45,7 @@ def test_lengths_of_a_preparation() -> None:
 
 def test_two_roles_of_one_record_agree_in_either_form() -> None:
     with use_attention_config(None, platform=fake_device("cpu")):
-        model = torch.nn.ModuleList(Attention(4, 8, role=role) for role in ("self", "joint"))
+        model = torch.nn.ModuleList(Attention(4, HEAD_SIZE, role=role) for role in ("self", "joint"))
     record = AttentionMetadata()
     prepare_attention(model, dict.fromkeys(("self", "joint"), record), {"self": [3, 4], "joint": (3, 4)})
     assert len(record.memo) == 1
@@ -53,6 +53,6 @@ def test_two_roles_of_one_record_agree_in_either_form() -> None:
 
 def test_length_hints_of_a_scope_and_the_window_of_a_layer() -> None:
     with use_attention_config(None, platform=fake_device("cpu"), lengths={"self": [32760, 512]}):  # type: ignore[dict-item]
-        request = Attention(4, 8, role="self", causal=True, window=[2, 0]).request  # type: ignore[arg-type]
+        request = Attention(4, HEAD_SIZE, role="self", causal=True, window=[2, 0]).request  # type: ignore[arg-type]
     assert (request.max_seqlen_q, request.max_seqlen_k, request.window) == (32760, 512, (2, 0))
     hash(request)

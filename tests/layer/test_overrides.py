@@ -15,7 +15,7 @@ from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
 from tests.layer.counting import counting_backend
-from tests.layer.stands import Stand, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand, tensors
 
 
 class Doubled(TorchSDPAImpl):
@@ -32,7 +32,7 @@ class Stranger:
 def build(overrides: dict[str, Any], backend: str = "TORCH_SDPA", **needs: Any) -> Attention:
     config = AttentionConfig(default=backend)
     with use_attention_config(config, device="cpu"):
-        return Attention(4, 8, role="self", impl_overrides=overrides, **needs)
+        return Attention(4, HEAD_SIZE, role="self", impl_overrides=overrides, **needs)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_selected_backend_runs_the_override(name: str) -> None:
 @every_stand
 def test_an_override_must_subclass_the_selected_impl(stand: Stand) -> None:
     with stand.kernels(), pytest.raises(TypeError) as raised:
-        stand.layer(4, 8, impl_overrides={stand.name: Stranger})
+        stand.layer(4, HEAD_SIZE, impl_overrides={stand.name: Stranger})
     assert "Stranger" in str(raised.value)
     assert stand.backend.get_impl_cls().__name__ in str(raised.value)
 
@@ -145,9 +145,11 @@ def test_skipping_sequence_parallelism_takes_it_out_of_the_request() -> None:
 
 def test_a_split_sequence_does_not_run_without_communication() -> None:
     with use_attention_config(AttentionConfig(), device="cpu"):
-        layer = Attention(4, 8, role="self", sequence_parallel="ulysses")
-        skipping = Attention(4, 8, role="cross", sequence_parallel="ulysses", skip_sequence_parallel=True)
+        layer = Attention(4, HEAD_SIZE, role="self", sequence_parallel="ulysses")
+        skipping = Attention(
+            4, HEAD_SIZE, role="cross", sequence_parallel="ulysses", skip_sequence_parallel=True
+        )
     query, key, value = tensors(1, 3, 4)
     with pytest.raises(MetadataError, match="ulysses"):
         layer(query, key, value)
-    assert skipping(query, key, value).shape == (1, 3, 4, 8)
+    assert skipping(query, key, value).shape == (1, 3, 4, HEAD_SIZE)

@@ -12,7 +12,7 @@ from omni_attn import Attention, AttentionConfig, AttentionMetadata, prepare_att
 from omni_attn.errors import MetadataError
 from omni_attn.ops.reference import reference_attention
 from tests.layer.counting import Tally, counting_backend
-from tests.layer.stands import assert_close, tensors
+from tests.layer.stands import HEAD_SIZE, assert_close, tensors
 
 LENGTHS = {"self": (6, 6), "cross": (6, 4)}
 READS_NOTHING_OF_A_STEP = frozenset({"attn_mask", "vsa_dit_seq_shape"})
@@ -25,7 +25,7 @@ class Blocks(nn.Module):
         super().__init__()
         with use_attention_config(AttentionConfig(default=backend), device="cpu"):
             roles = ["self", "cross"] * pairs
-            self.layers = nn.ModuleList(Attention(4, 8, role=role) for role in roles)
+            self.layers = nn.ModuleList(Attention(4, HEAD_SIZE, role=role) for role in roles)
             self.layers.extend(Attention(2, 16, role="self") for _ in range(narrow))
 
     def forward(self, records: dict[str, AttentionMetadata]) -> None:
@@ -143,7 +143,7 @@ def test_a_record_with_another_mask_is_prepared_anew() -> None:
     query, key, value = tensors(1, 3, 4)
     first, second = (torch.tensor([row]).bool() for row in ([1, 1, 0, 0], [0, 1, 1, 1]))
     with use_attention_config(AttentionConfig(), device="cpu"):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
     record = AttentionMetadata(attn_mask=first)
     layer(query, key, value, record)
     output = layer(query, key, value, dataclasses.replace(record, attn_mask=second))

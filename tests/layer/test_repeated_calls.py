@@ -11,7 +11,7 @@ import torch
 from omni_attn import Attention, AttentionConfig, AttentionMetadata, use_attention_config
 from omni_attn.backends.torch_sdpa import TorchSDPAImpl
 from omni_attn.errors import MetadataError
-from tests.layer.stands import Stand, every_stand, tensors
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand, tensors
 
 RECORDS: dict[str, Callable[[], AttentionMetadata | None]] = {
     "no record": lambda: None,
@@ -33,7 +33,7 @@ class OwnAttend(TorchSDPAImpl):
 
 def build(cls: type[Attention] = Attention, **needs: Any) -> Attention:
     with use_attention_config(AttentionConfig(default="TORCH_SDPA"), device="cpu"):
-        return cls(4, 8, role="self", **needs)
+        return cls(4, HEAD_SIZE, role="self", **needs)
 
 
 def counted(calls: list[str], inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,9 +130,9 @@ def test_a_compiled_layer_runs_its_graph_each_time(calls_before: int) -> None:
 
 @every_stand
 def test_each_call_reaches_the_kernel_and_gives_the_same(stand: Stand) -> None:
-    call = [x.to(stand.dtype) for x in tensors(2, 3, 4)]
+    call = stand.call(2, 3, 4)
     with stand.kernels() as log:
-        layer = stand.layer(4, 8)
+        layer = stand.layer(4, HEAD_SIZE)
         first, *others = (layer(*call) for _ in range(3))
         assert all(torch.equal(first, other) for other in others)
         assert not log.calls or len(log.calls) == 3  # plain torch keeps no log

@@ -10,7 +10,7 @@ from omni_attn import Attention, AttentionConfig, AttentionMetadata, attention_r
 from omni_attn.config import load_config
 from omni_attn.layer import prepare_attention
 from omni_attn.testing import fake_device, fake_kernels
-from tests.layer.stands import Stand, every_stand
+from tests.layer.stands import HEAD_SIZE, Stand, every_stand
 
 HOPPER = fake_device("sm_90", packages={"flash-attn-3": "3.0.0"}, cudnn=91900)
 
@@ -67,7 +67,9 @@ def test_a_fallback_taken_at_selection_is_the_reason() -> None:
 
 def test_custom_attention_has_a_row() -> None:
     with use_attention_config(AttentionConfig(), device="cpu"):
-        layer = Attention(4, 8, role="self", custom_attention=nn.Identity(), skip_sequence_parallel=True)
+        layer = Attention(
+            4, HEAD_SIZE, role="self", custom_attention=nn.Identity(), skip_sequence_parallel=True
+        )
     (row,) = attention_report(layer).rows
     assert (row.backend, row.impl, row.layers) == ("custom_attention", "Identity", 1)
 
@@ -75,8 +77,8 @@ def test_custom_attention_has_a_row() -> None:
 @every_stand
 def test_text_and_json_say_what_the_layer_says(stand: Stand) -> None:
     with stand.kernels():
-        layer = stand.layer(4, 8)
-    prepare_attention(layer, {"self": AttentionMetadata()}, {"self": (3, 4)})
+        layer = stand.layer(4, HEAD_SIZE)
+    prepare_attention(layer, {"self": AttentionMetadata()}, {"self": stand.lengths(3, 4)})
     report = attention_report(layer)
     text, plain = str(report), json.loads(json.dumps(report.to_dict()))
     for part in ('"self"', layer.route, "default", stand.name):

@@ -21,7 +21,7 @@ from omni_attn.errors import BackendRejectedError, ConfigError, MetadataError
 from omni_attn.selector import current_scope
 from omni_attn.testing import fake_device
 from tests.layer.counting import counting_backend
-from tests.layer.stands import assert_close, tensors
+from tests.layer.stands import HEAD_SIZE, assert_close, tensors
 
 CPU = fake_device("cpu")
 
@@ -100,8 +100,8 @@ def test_threads_do_not_see_one_another() -> None:
 
 
 def test_nothing_reads_it_in_forward() -> None:
-    query, key, value = tensors(1, 3, 3, size=64)
-    layer = Attention(4, 64, role="self")
+    query, key, value = tensors(1, 3, 3)
+    layer = Attention(4, HEAD_SIZE, role="self")
     expected, label = layer(query, key, value), layer.route
     with use_attention_config("OUTER", platform=CPU):
         record = AttentionMetadata()
@@ -167,7 +167,7 @@ def test_a_collected_layer_does_not_run() -> None:
     with collect_attention_requests():
         model = Model()
     with pytest.raises(MetadataError, match='"self"'):
-        model.attn(*tensors(1, 3, 3, size=64))
+        model.attn(*tensors(1, 3, 3))
     with pytest.raises(MetadataError, match='"self"'):
         prepare_attention(model, {"self": AttentionMetadata()}, {"self": (3, 3)})
 

@@ -21,7 +21,7 @@ from omni_attn.errors import ConfigError, MetadataError
 from omni_attn.facts import AttentionRequest, evaluate
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import fake_device, fake_kernels
-from tests.layer.stands import tensors
+from tests.layer.stands import HEAD_SIZE, tensors
 
 HOPPER = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"}, cudnn=91900)
 
@@ -29,7 +29,7 @@ HOPPER = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"}, cudnn=91900)
 @pytest.mark.parametrize("which", [1, 2])
 def test_a_key_or_value_of_another_dtype_does_not_reach_the_kernel(which: int) -> None:
     with fake_kernels("CUDNN_ATTN") as log, use_attention_config(load_config("CUDNN_ATTN"), platform=HOPPER):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
         call = [x.half() for x in tensors(1, 3, 4)]
         layer(*call)
         call[which] = call[which].bfloat16()
@@ -40,7 +40,7 @@ def test_a_key_or_value_of_another_dtype_does_not_reach_the_kernel(which: int) -
 
 def test_a_file_or_copy_holds_no_mask() -> None:
     with use_attention_config(AttentionConfig(), device="cpu"):
-        layer = Attention(4, 8, role="self")
+        layer = Attention(4, HEAD_SIZE, role="self")
     empty = len(pickle.dumps(layer))
     mask = torch.rand(1, 1, 256, 256) > 0.5
     layer(*tensors(1, 256, 256), AttentionMetadata(attn_mask=mask))
@@ -52,7 +52,7 @@ def test_a_file_or_copy_holds_no_mask() -> None:
 def test_a_fallback_is_logged_once_whatever_the_lengths(caplog: pytest.LogCaptureFixture) -> None:
     config = load_config({"default": {"backend": "FLASH_ATTN", "fallback": ["TORCH_SDPA"]}})
     with fake_kernels("FLASH_ATTN"), use_attention_config(config, platform=HOPPER):
-        layer = Attention(4, 8, role="logged_once")
+        layer = Attention(4, HEAD_SIZE, role="logged_once")
         with caplog.at_level(logging.WARNING, "omni_attn"):
             for length in (4, 5, 6):
                 mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()

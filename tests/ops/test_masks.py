@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_attn.ops.masks import as_additive, combine_masks, document_mask, position_mask, rows_without_key
+from omni_attn.ops.masks import (
+    as_additive,
+    combine_masks,
+    document_mask,
+    lift_hidden_rows,
+    position_mask,
+    rows_without_key,
+)
 
 sides = st.integers(-1, 4)
 windows = st.none() | st.tuples(sides, sides)
@@ -102,3 +109,37 @@ def test_additive_masks_keep_their_meaning_in_another_dtype(source: torch.dtype,
     assert converted[1] <= torch.finfo(target).min / 2 or lowest > torch.finfo(target).min
     assert converted[2:].tolist() == [-1.5, 0.0, 2.0]
     assert mask[1] == lowest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lifted_rows_mean_the_same(dtype: torch.dtype) -> None:
+    """By a softmax in float64 over scores that a huge number absorbs and a large one does not."""
+    scores = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    lowest = torch.finfo(dtype).min / 2
+    rows = [
+        [0.0, -1.5, INF],
+        [lowest] * 3,
+        [-3e7, -3e7, lowest],
+        [-1e30, -1e31, -1e30],
+        [INF] * 3,
+        [2e3, 0.0, 1.0],
+    ]
+    bias = torch.tensor(rows, dtype=dtype)
+    lifted, shift = lift_hidden_rows(bias)
+    assert lifted.dtype == dtype and bool((lifted.amax(-1)[:4] >= -(2.0**56)).all())
+    for row, (before, after) in enumerate(zip(bias, lifted, strict=True)):
+        if row == 4:
+            assert bool((after == INF).all()) and shift[row] == 0
+            continue
+        expected = torch.softmax(scores + before.double(), dim=-1)
+        # the way a kernel adds: in float32
+        found = torch.softmax(scores.float() + after.float(), dim=-1)
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+        assert row in (0, 5) or shift[row] < -1e6
+    assert torch.equal(lifted[[0, 5]], bias[[0, 5]])
+
+
+def test_lifting_looks_at_the_keys_that_can_be_seen() -> None:
+    bias = torch.tensor([[-1e30, 0.0], [0.0, 0.0]])
+    lifted, shift = lift_hidden_rows(bias, torch.ones(2, 2, dtype=torch.bool).tril())
+    assert lifted[0, 0] == -(2.0**56) and shift[0].item() == pytest.approx(-1e30)

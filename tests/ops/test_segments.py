@@ -7,7 +7,7 @@ import torch
 
 from omni_attn.ops.reference import reference_attention
 from omni_attn.ops.segments import Segment, attend_segments
-from tests.layer.stands import tensors
+from tests.layer.stands import HEAD_SIZE, tensors
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_nothing_to_attend_to_gives_zeros_and_calls_nothing(segments: tuple[Segm
         raise AssertionError("called for nothing")
 
     output = attend_segments(never, *tensors(2, 3, 5), segments)
-    assert output.shape == (2, 3, 4, 8) and not output.any()
+    assert output.shape == (2, 3, 4, HEAD_SIZE) and not output.any()
 
 
 def test_rows_of_no_segment_are_zeros_whatever_they_hold() -> None:
@@ -52,7 +52,9 @@ def test_output_has_the_values_head_size_and_the_querys_dtype() -> None:
     query, key, value = (x.bfloat16() for x in tensors(1, 4, 4))
     wide = torch.cat([value, value], dim=-1)
     output = attend_segments(attend, query, key, wide, (Segment(0, 4, 0, 4),))
-    assert output.shape == (1, 4, 4, 16) and output.dtype == torch.bfloat16 and output.is_contiguous()
+    assert (
+        output.shape == (1, 4, 4, 2 * HEAD_SIZE) and output.dtype == torch.bfloat16 and output.is_contiguous()
+    )
 
 
 def test_inputs_are_left_alone() -> None:
@@ -61,3 +63,17 @@ def test_inputs_are_left_alone() -> None:
     attend_segments(attend, *given, (Segment(0, 2, 0, 2), Segment(2, 4, 2, 4)))
     for now, then in zip(given, before, strict=True):
         assert torch.equal(now, then)
+
+
+def test_one_segment_over_all_rows_is_not_copied() -> None:
+    """A padded prompt: the output is what `attend` gave, without zeros written and overwritten."""
+    query, key, value = tensors(1, 6, 9)
+    made: list[torch.Tensor] = []
+
+    def kept(*parts: torch.Tensor) -> torch.Tensor:
+        made.append(attend(*parts))
+        return made[-1]
+
+    output = attend_segments(kept, query, key, value, (Segment(0, 6, 0, 7),))
+    assert output is made[0]
+    assert torch.equal(output, attend(query, key[:, :7], value[:, :7]))

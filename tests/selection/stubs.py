@@ -37,9 +37,14 @@ EVERY_PACKAGE = {
     "fa3-fwd": "0.0.3",
     "tokenspeed-fa3": "3.0.0.post20260810",
     "flashinfer-python": "0.6.18",
+    "triton": "3.6.0",
     "sageattention": "2.2.0",
+    "sageattn3": "1.0.0",
     "fastvideo-kernel": "0.3.5",
-    "aiter": "0.1.5",
+    "amd-aiter": "0.1.7",
+    "mindiesd": "3.1.0",
+    "vllm-xpu-kernels": "0.1.16.2",
+    "mate": "0.1.3",
 }
 
 
@@ -192,8 +197,19 @@ def choose(value: object) -> AttentionConfig:
     return AttentionConfig.model_validate(value)
 
 
-def kernels_of(name: str) -> list[tuple[str | None, KernelFacts]]:
-    """(variant, facts) of each kernel behind a registered name; variant None where there is only one."""
-    path = current_omni_platform(fake_device("sm_90")).class_path(name)
+def packages_for(kernel: KernelFacts) -> dict[str, str]:
+    """EVERY_PACKAGE, with those that the kernel asks for in versions which it takes."""
+    own = {p.distribution: p.minimum or "1.0" for p in kernel.packages}
+    fitting = {
+        p.distribution: EVERY_PACKAGE[p.distribution]
+        for p in kernel.packages
+        if p.distribution in EVERY_PACKAGE and p.accepts_version(EVERY_PACKAGE[p.distribution])
+    }
+    return EVERY_PACKAGE | own | fitting
+
+
+def kernels_of(name: str, device: str = "sm_90") -> list[tuple[str | None, KernelFacts]]:
+    """(variant, facts) of each kernel behind a registered name on a device; variant None where there is only one."""
+    path = current_omni_platform(fake_device(device)).class_path(name)
     facts = load_backend(path, name).facts
     return [(variant.name, variant.facts) for variant in facts.variants] or [(None, facts)]

@@ -96,6 +96,7 @@ def test_a_folder_without_code_of_its_own_is_no_installation(
     importlib.invalidate_caches()
     reset_device_facts()
     assert "flash-attn" not in this_cpu().packages
+    assert this_cpu().packages.get("flash-attn-4") == ("4.0.0b36" if inside else None)
 
 
 def test_a_stand_in_does_not_count_as_installed() -> None:

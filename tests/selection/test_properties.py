@@ -12,26 +12,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from omni_attn.backends.abstract import AttentionBackend
-from omni_attn.backends.cudnn_attn import CuDNNAttentionBackend
-from omni_attn.backends.flash_attn import FlashAttentionBackend
-from omni_attn.backends.registry import register_diffusion_backend, unregister_diffusion_backend
-from omni_attn.backends.torch_sdpa import TorchSDPABackend
+from omni_attn.backends.flash_attn_rocm import AiterFlashBackend
+from omni_attn.backends.registry import (
+    DiffusionAttentionBackendEnum,
+    load_backend,
+    register_diffusion_backend,
+    unregister_diffusion_backend,
+)
 from omni_attn.config import AttentionConfig
 from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError, OmniAttnError
 from omni_attn.facts import AttentionRequest, DeviceInfo
 from omni_attn.layer import Attention
-from omni_attn.platforms import CpuPlatform, CudaPlatform, MpsPlatform
+from omni_attn.platforms import CpuPlatform, CudaPlatform, MpsPlatform, RocmPlatform
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device
 from tests.selection import stubs
 from tests.selection.stubs import EVERY_PACKAGE, HERE, ask, choose
 
 BUILT_IN: dict[str, type[AttentionBackend]] = {
-    "TORCH_SDPA": TorchSDPABackend,
-    "CUDNN_ATTN": CuDNNAttentionBackend,
-    "FLASH_ATTN": FlashAttentionBackend,
+    member.name: load_backend(member.value, member.name) for member in DiffusionAttentionBackendEnum
 }
-PLATFORMS = {"cuda": CudaPlatform, "cpu": CpuPlatform, "mps": MpsPlatform}
+PLATFORMS = {"cuda": CudaPlatform, "rocm": RocmPlatform, "cpu": CpuPlatform, "mps": MpsPlatform}
+# What a family has in place of a built-in class.
+OWN = {("rocm", "FLASH_ATTN"): AiterFlashBackend}
 TEST_KERNEL = {"omni-attn-test-kernel": "1.3"}
 # What a runtime registration may put in place, and the class that then answers.
 TARGETS: list[tuple[str, Any, type[AttentionBackend]]] = [
@@ -97,7 +100,7 @@ def uncached(
     if any(name not in classes for name, _ in candidates):
         return (ConfigError,)
     for name, chosen in candidates:
-        backend = classes[name]
+        backend = OWN.get((device.kind, name), classes[name])
         if not backend.validate_configuration(request, device, chosen):
             variant = backend.select_variant(request, device, chosen)
             return (backend, variant, chosen, source or "platform default")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from omni_attn.calibration import CALIBRATION_SECTION
 from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
 
@@ -88,7 +89,8 @@ class WanConfig:
         """The configuration in a parsed `config.json`.
 
         Keys that start with an underscore are diffusers' own notes and are ignored, except that a
-        `_class_name` other than `WanTransformer3DModel` is refused. `out_channels: null` means in_channels,
+        `_class_name` other than `WanTransformer3DModel` is refused. `sparse_attention_config` says nothing
+        about the transformer and is read elsewhere (omni_attn.calibration). `out_channels: null` means in_channels,
         as in diffusers.
 
         Args:
@@ -105,7 +107,11 @@ class WanConfig:
                 "transformer. Point at the folder of a plain text- or image-to-video transformer."
             )
         fields = [field.name for field in dataclasses.fields(cls)]
-        given = {key: value for key, value in values.items() if not key.startswith("_")}
+        given = {
+            key: value
+            for key, value in values.items()
+            if not key.startswith("_") and key != CALIBRATION_SECTION
+        }
         problems = [f"{source}: {_unknown_key(key, fields)}" for key in given if key not in fields]
         complete = {**_ABSENT_IN_OLDER_FILES, **{key: given[key] for key in given if key in fields}}
         problems += [

@@ -9,6 +9,7 @@ from torch import nn
 
 from omni_attn.config import PipelineConfig
 from omni_attn.models.artifacts import create_output_folder
+from omni_attn.models.calibration import calibrate, read_calibrations
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
 from omni_attn.models.wan.conditions import Stream, seeded_generator
 from omni_attn.models.wan.model import WanModel
@@ -33,13 +34,16 @@ def build_meta_model(config: PipelineConfig) -> nn.ModuleDict:
     `collect_attention_requests`.
 
     Raises:
-        ConfigError: neither a preset nor a usable checkpoint folder.
+        ConfigError: neither a preset nor a usable checkpoint folder; or a role asks for a target sparsity that the
+            checkpoint has no calibration for.
     """
     source = load_source(config.model)
     with torch.device("meta"):
-        return nn.ModuleDict(
+        model = nn.ModuleDict(
             {name: WanModel(expert) for name, expert in zip(_NAMES, source.experts, strict=False)}
         )
+    _calibrate(model, source)
+    return model
 
 
 def attention_lengths(config: PipelineConfig) -> dict[str, tuple[int, int]]:
@@ -123,7 +127,13 @@ def _load_weights(
         model[name] = expert
         experts.append(expert)
     if source.folder is not None:
+        _calibrate(model, source)  # these layers are new
         return experts, ()
     return experts, (
         f"weights: seeded (seed {seed}) and untrained, so the frames show colour fields and no subject",
     )
+
+
+def _calibrate(model: nn.ModuleDict, source: WanSource) -> None:
+    names = list(model)
+    calibrate(model, read_calibrations(source.folder, names) if source.folder else dict.fromkeys(names))

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from omni_attn.backends.metadata import AttentionMetadata
+from omni_attn.calibration import read_calibration
 from omni_attn.config import AttentionConfig
 from omni_attn.layer import prepare_attention
+from omni_attn.models.calibration import calibrate
 from omni_attn.models.checkpoint import FLOATS, assign_weights, read_json, read_safetensors, resolve_float
 from omni_attn.models.layers import modulated_layer_norm
 from omni_attn.models.wan.block import Records, WanBlock
@@ -69,12 +71,13 @@ class WanModel(nn.Module):
                 once.
         """
         target = None if dtype is None else resolve_float(dtype)
-        config = WanConfig.from_dict(
-            read_json(folder, "config.json"), source=os.path.join(folder, "config.json")
-        )
+        source, values = os.path.join(folder, "config.json"), read_json(folder, "config.json")
+        config, calibration = WanConfig.from_dict(values, source=source), read_calibration(values, source)
         state = convert_state_dict(read_safetensors(folder, "diffusion_pytorch_model"))
         with torch.device("meta"), _select_for(device, target or _stored_dtype(state)):
             model = cls(config)
+        if calibration is not None:
+            calibrate(model, {"": calibration})
         assign_weights(
             model,
             state,

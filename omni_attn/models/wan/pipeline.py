@@ -87,7 +87,7 @@ class Wan22Pipeline:
             self.scheduler.set_begin_index(0)  # saves a device-to-host search for the index in every step
         timesteps = self.scheduler.timesteps
         on_host = timesteps.tolist()  # read once: comparing on the device would wait for it in every step
-        sigmas = _sigmas(self.scheduler, len(on_host))
+        sigmas = _sigmas(self.scheduler, on_host)
         step_options = _step_options(self.scheduler, generator)
         records = inputs.records
         for index in progress(range(len(on_host)), len(on_host), "denoising"):
@@ -161,12 +161,12 @@ def _guided_velocity(
     return unguided + scale * (velocity - unguided)
 
 
-def _sigmas(scheduler: Any, num_steps: int) -> list[float | None]:
-    """The noise level of each step, for backends whose sparsity depends on it; None where a scheduler has none."""
+def _sigmas(scheduler: Any, timesteps: list[float]) -> list[float]:
+    """The noise level of each step, 1 = noise to 0 = clean, for backends whose sparsity depends on it."""
     sigmas = getattr(scheduler, "sigmas", None)
-    if sigmas is None or len(sigmas) < num_steps:
-        return [None] * num_steps
-    return [float(sigma) for sigma in sigmas[:num_steps].tolist()]
+    if sigmas is None or len(sigmas) < len(timesteps):
+        return [timestep / scheduler.config.num_train_timesteps for timestep in timesteps]
+    return [float(sigma) for sigma in sigmas[: len(timesteps)].tolist()]
 
 
 def _step_options(scheduler: Any, generator: torch.Generator | None) -> dict[str, torch.Generator]:
