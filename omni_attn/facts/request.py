@@ -27,7 +27,8 @@ class AttentionRequest:
         value_head_size: channels of one value head, None = head_size.
         dtype: name of the tensors' dtype ("bfloat16"), None if unknown; a torch.dtype is turned into its name.
         causal: query i sees key j only if j <= i + (key tokens - query tokens): aligned at the bottom right.
-        mask_usage: masks the model will pass: "never", "padding" ([B, K] masks), "arbitrary", or None = not stated.
+        mask_usage: masks the model will pass: "never", "padding" (bool [B, K] masks), "arbitrary" (all others,
+            float [B, K] ones too), or None = not stated.
         packed: several sequences lie behind one another in [1, T, H, D], separated by cu_seqlens.
         softmax_scale: factor on the scores, None = head_size ** -0.5.
         max_seqlen_q, max_seqlen_k: tokens expected, None if unknown; order tables may use them.
