@@ -125,6 +125,14 @@ def foreign_metadata(impl: AttentionImpl, metadata: object, expected: type) -> M
     )
 
 
+def metadata_of_another(label: str, metadata: Any) -> MetadataError:
+    """The error for an M that the same builder class made for another kernel, whose limits it was held against."""
+    return MetadataError(
+        f"{label} needs the {type(metadata).__name__} that its own builder makes, found one made_for "
+        f"{metadata.made_for}, whose kernel has other limits: hand records to the Attention layer"
+    )
+
+
 class AttentionBackend:
     """Static facts and the two classes that do the work. A class to ask, never an object."""
 

@@ -29,6 +29,7 @@ from omni_attn.backends.stated import DENSE_FIELDS, Packed, check_token_count, r
 from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts
 from omni_attn.ops.layout import unit_stride
+from omni_attn.ops.masks import behind_last
 from omni_attn.ops.segments import Segment, attend_segments, empty_attention
 
 
@@ -73,8 +74,8 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
             packed = stated.packed
             return FlashMetadata(
                 packed=packed,
-                unused_rows=_behind_last(packed.cu_seqlens_q, lengths[0]),
-                unused_keys=_behind_last(packed.cu_seqlens_k, lengths[1]),
+                unused_rows=behind_last(packed.cu_seqlens_q, lengths[0]),
+                unused_keys=behind_last(packed.cu_seqlens_k, lengths[1]),
             )
         if stated.mask is None:
             return FlashMetadata()
@@ -91,11 +92,6 @@ class FlashMetadataBuilder(AttentionMetadataBuilder):
         if record.kv_lengths is not None and len(record.kv_lengths) == 1:  # one item: a slice does it
             return FlashMetadata(segments=(Segment(0, lengths[0], 0, record.kv_lengths[0]),))
         return _pack_keys(stated.mask, lengths)
-
-
-def _behind_last(boundaries: torch.Tensor, length: int) -> torch.Tensor:
-    token = torch.arange(length, device=boundaries.device)
-    return (token >= boundaries[-1])[None, :, None, None]
 
 
 def _pack_keys(mask: torch.Tensor, lengths: tuple[int, int]) -> FlashMetadata:

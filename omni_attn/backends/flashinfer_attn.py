@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch.compiler import is_compiling
 
 from omni_attn.backends.abstract import (
     AttentionBackend,
@@ -31,7 +30,7 @@ from omni_attn.backends.flashinfer_shapes import RaggedShape, check_views
 from omni_attn.config import AttentionSpec
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo
-from omni_attn.ops.layout import wants_gradient
+from omni_attn.ops.operators import needs_operator
 from omni_attn.ops.segments import empty_attention
 
 
@@ -83,7 +82,7 @@ class FlashInferImpl(AttentionImpl):
             return empty_attention(query, value)[0]
         if metadata.packed_mask is not None:
             return self._masked(query, key, value, metadata)
-        if is_compiling() or wants_gradient(query, key, value):  # an operator refuses a backward in words
+        if needs_operator(query, key, value):
             output: torch.Tensor = ragged_op(query, key, value, *self._arguments(metadata))
             return output
         return self._plan(query, key, value, metadata).attend(query, key, value)
@@ -101,7 +100,7 @@ class FlashInferImpl(AttentionImpl):
             # Kernels multiply whole tiles of values: weight 0 times a NaN behind the last boundary would be NaN.
             value = value.masked_fill(metadata.unused_keys, 0.0)
         masks = (metadata.packed_mask, metadata.empty_rows, self.softmax_scale)
-        if is_compiling() or wants_gradient(query, key, value):
+        if needs_operator(query, key, value):
             output: torch.Tensor = masked_op(query, key, value, *masks)
             return output
         return attend_masked(self.kernel.single, query, key, value, *masks)
@@ -121,7 +120,7 @@ class FlashInferImpl(AttentionImpl):
         dtype = query.dtype
         if self._cast is not None:
             query, key, value = query.to(self._cast), key.to(self._cast), value.to(self._cast)
-        if is_compiling() or wants_gradient(query, key, value):
+        if needs_operator(query, key, value):
             output, lse = ragged_with_lse_op(query, key, value, *self._arguments(metadata))
         else:
             output, lse = self._plan(query, key, value, metadata).attend_with_lse(query, key, value)

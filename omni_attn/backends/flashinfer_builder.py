@@ -12,7 +12,7 @@ from omni_attn.backends.flashinfer_plans import Plan
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
-from omni_attn.ops.masks import document_mask, position_mask, rows_without_key
+from omni_attn.ops.masks import behind_last, document_mask, position_mask, rows_without_key
 from omni_attn.ops.segments import Segment
 
 _ELSEWHERE = "choose TORCH_SDPA or CUDNN_ATTN for this role, or add one as fallback"
@@ -67,8 +67,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
                     f"fa2, or {_ELSEWHERE}"
                 )
             mask = document_mask(*boundaries, lengths, causal=self.causal, window=self.window)
-            unused = torch.arange(lengths[1], device=mask.device) >= boundaries[1][-1]
-            return _masked(mask[None, None], unused[None, :, None, None])
+            return _masked(mask[None, None], behind_last(boundaries[1], lengths[1]))
         if stated.mask is None:
             return self._ragged(lengths)
         if record.kv_lengths is not None and not self._positional:

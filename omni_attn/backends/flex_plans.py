@@ -18,7 +18,7 @@ from omni_attn.backends.flex_blocks import Rule
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.ops.layout import int32_on
-from omni_attn.ops.masks import as_additive, keep_finite, lift_hidden_rows, position_mask
+from omni_attn.ops.masks import as_additive, behind_last, keep_finite, lift_hidden_rows, position_mask
 from omni_attn.ops.segments import Segment
 
 
@@ -163,9 +163,8 @@ def _document_plan(
     window: tuple[int, int] | None,
 ) -> Plan:
     rule = flex_blocks.document_rule(cu_seqlens_q, cu_seqlens_k, lengths, causal=causal, window=window)
-    unused = torch.arange(lengths[1], device=cu_seqlens_k.device) >= cu_seqlens_k[-1]
-    number = cu_seqlens_q.numel()
-    return _plan((rule,), lengths, (causal, window, number), unused_keys=unused[None, :, None, None])
+    static = (causal, window, cu_seqlens_q.numel())
+    return _plan((rule,), lengths, static, unused_keys=behind_last(cu_seqlens_k, lengths[1]))
 
 
 def _plan(

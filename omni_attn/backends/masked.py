@@ -12,7 +12,14 @@ from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder,
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
-from omni_attn.ops.masks import combine_masks, document_mask, keep_finite, position_mask, rows_without_key
+from omni_attn.ops.masks import (
+    behind_last,
+    combine_masks,
+    document_mask,
+    keep_finite,
+    position_mask,
+    rows_without_key,
+)
 from omni_attn.ops.segments import Segment, attend_segments, empty_attention
 
 
@@ -51,8 +58,7 @@ class MaskedMetadataBuilder(AttentionMetadataBuilder):
         if stated.packed is not None:
             boundaries = (stated.packed.cu_seqlens_q, stated.packed.cu_seqlens_k)
             mask = document_mask(*boundaries, lengths, causal=self.causal, window=self.window)[None, None]
-            unused = torch.arange(lengths[1], device=mask.device) >= boundaries[1][-1]
-            return MaskedMetadata(mask, rows_without_key(mask), unused[None, :, None, None])
+            return MaskedMetadata(mask, rows_without_key(mask), behind_last(boundaries[1], lengths[1]))
         if stated.mask is None:
             return MaskedMetadata()
         mask = stated.mask[:, None, None] if stated.mask.dim() == 2 else stated.mask

@@ -22,7 +22,7 @@ from omni_attn.backends.sage_kernels import (
 )
 from omni_attn.backends.whole import WholeImpl, WholeMetadataBuilder
 from omni_attn.facts import BackendFacts, KernelFacts
-from omni_attn.ops.layout import wants_gradient
+from omni_attn.ops.operators import needs_operator
 
 
 class SageMetadataBuilder(WholeMetadataBuilder):
@@ -55,10 +55,7 @@ class SageAttentionImpl(WholeImpl):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See WholeImpl.attend."""
-        opaque = torch.compiler.is_compiling() or wants_gradient(
-            query, key, value
-        )  # it refuses a backward in words
-        run = self.kernel.attend_op if opaque else self.kernel.attend
+        run = self.kernel.attend_op if needs_operator(query, key, value) else self.kernel.attend
         return run(query, key, value, self.softmax_scale, self.causal)
 
 

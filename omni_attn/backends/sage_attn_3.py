@@ -14,7 +14,8 @@ from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.optional_package import import_symbols
 from omni_attn.backends.whole import WholeImpl, WholeMetadataBuilder
 from omni_attn.facts import BackendFacts, CapabilityRange, HeadSizes, KernelFacts, PackageRequirement
-from omni_attn.ops.layout import fits_int32, item_by_item, wants_gradient
+from omni_attn.ops.layout import fits_int32, item_by_item
+from omni_attn.ops.operators import needs_operator
 
 SAGE3_PACKAGE = PackageRequirement(
     distribution="sageattn3",
@@ -61,7 +62,7 @@ class SageAttention3Impl(WholeImpl):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See WholeImpl.attend."""
-        if torch.compiler.is_compiling() or wants_gradient(query, key, value):
+        if needs_operator(query, key, value):
             return torch.ops.omni_attn.sage_attn_3(query, key, value)  # type: ignore[no-any-return]
         return attend_in_fp4(self.kernel, query, key, value)
 

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, foreign_metadata
+from omni_attn.backends.abstract import (
+    AttentionBackend,
+    AttentionImpl,
+    foreign_metadata,
+    metadata_of_another,
+)
 from omni_attn.backends.stated import Packed
 from omni_attn.backends.trtllm_builder import TrtllmMetadata, TrtllmMetadataBuilder, quantisation
 from omni_attn.backends.trtllm_calls import attend, attend_packed, load_kernel, trtllm_op, trtllm_packed_op
 from omni_attn.backends.trtllm_facts import TRTLLM_FACTS, TRTLLM_VARIANTS, trtllm_variant
 from omni_attn.backends.trtllm_parts import Part
-from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts, DeviceInfo
+from omni_attn.ops.operators import needs_operator
 
 if TYPE_CHECKING:
     from omni_attn.config import AttentionSpec
@@ -54,10 +59,7 @@ class TrtllmAttentionImpl(AttentionImpl):
         if not isinstance(metadata, TrtllmMetadata):
             raise foreign_metadata(self, metadata, TrtllmMetadata)
         if metadata.made_for != self._variant:
-            raise MetadataError(
-                f"TRTLLM_ATTN ({self._variant}) needs the TrtllmMetadata that its own builder makes, found one "
-                f"made_for {metadata.made_for}, whose kernel has other limits: hand records to the Attention layer"
-            )
+            raise metadata_of_another(f"TRTLLM_ATTN ({self._variant})", metadata)
         if metadata.whole is not None:
             return self._run(query, key, value, metadata.whole)
         if metadata.packed is not None:
@@ -74,7 +76,7 @@ class TrtllmAttentionImpl(AttentionImpl):
         if (start, end) != (0, key.shape[1]):
             key, value = key[:, start:end], value[:, start:end]
         call = (part.q_lens, part.k_lens, self.softmax_scale, self.causal, part.factor)
-        if _needs_operator(query, key, value):
+        if needs_operator(query, key, value):
             dtype, *blocks = part.quant or (None, 0, 0)
             made: torch.Tensor = trtllm_op(query, key, value, *call, dtype, *blocks, self._variant)
             return made
@@ -94,18 +96,11 @@ class TrtllmAttentionImpl(AttentionImpl):
         boundaries = packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k
         call = (*boundaries, self.softmax_scale, self.causal, metadata.factor)
         output: torch.Tensor
-        if _needs_operator(query, key, value):
+        if needs_operator(query, key, value):
             output = trtllm_packed_op(query, key, value, *call, self._variant)
         else:
             output = attend_packed(self.kernel, query, key, value, *call)
         return output.masked_fill(metadata.unused_rows, 0.0)
-
-
-def _needs_operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """While compiling; and where somebody wants gradients, which an operator refuses in words."""
-    return torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    )
 
 
 class TrtllmAttentionBackend(AttentionBackend):

@@ -16,6 +16,7 @@ from omni_attn.backends.trtllm_kernels import Quantisation
 from omni_attn.backends.trtllm_parts import Part, SkipRule, describe, document_parts, skip_rule, split
 from omni_attn.errors import MetadataError
 from omni_attn.facts.lengths import length_reasons
+from omni_attn.ops.masks import behind_last
 
 if TYPE_CHECKING:
     from omni_attn.config import AttentionSpec
@@ -141,15 +142,10 @@ class TrtllmMetadataBuilder(AttentionMetadataBuilder):
             self._kernel.name,
             packed=packed,
             unused_rows=_rows_without_key(packed, lengths[0]),
-            unused_keys=_behind_last(packed.cu_seqlens_k, lengths[1]),
+            unused_keys=behind_last(packed.cu_seqlens_k, lengths[1]),
             factor=rule.factor,
             route=describe([whole], rule, None),
         )
-
-
-def _behind_last(boundaries: torch.Tensor, length: int) -> torch.Tensor:
-    token = torch.arange(length, device=boundaries.device)
-    return (token >= boundaries[-1])[None, :, None, None]
 
 
 def _rows_without_key(packed: Packed, length: int) -> torch.Tensor:

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder, foreign_metadata
+from omni_attn.backends.abstract import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    foreign_metadata,
+    metadata_of_another,
+)
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
 from omni_attn.errors import MetadataError
@@ -109,10 +114,7 @@ class WholeImpl(AttentionImpl):
         if not isinstance(metadata, WholeMetadata):
             raise foreign_metadata(self, metadata, WholeMetadata)
         if metadata.made_for != self.label:
-            raise MetadataError(
-                f"{self.label} needs the WholeMetadata that its own builder makes, found one made_for "
-                f"{metadata.made_for}, whose kernel has other limits: hand records to the Attention layer"
-            )
+            raise metadata_of_another(self.label, metadata)
         if metadata.segments is not None:
             return attend_segments(self.attend, query, key, value, metadata.segments)
         return self.attend(query, key, value)

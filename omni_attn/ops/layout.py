@@ -14,11 +14,6 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether somebody may ask for gradients of a call: kernels without a backward must not drop them silently."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def int32_on(device: torch.device, values: Sequence[int]) -> torch.Tensor:
     """Host numbers as an int32 tensor [N] on a device; copied from pinned memory, so that the host does not wait."""
     if device.type != "cuda" or torch.compiler.is_compiling():  # compiled code makes a constant of it

@@ -50,6 +50,15 @@ def document_mask(
     return same & _in_sight(position, key, causal, window)
 
 
+def behind_last(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """True for the packed tokens behind the last boundary, which belong to no sequence: [1, T, 1, 1].
+
+    Boundaries are int32 [N + 1] on the device and stay there.
+    """
+    token = torch.arange(length, device=cu_seqlens.device)
+    return (token >= cu_seqlens[-1])[None, :, None, None]
+
+
 def _in_sight(
     position: torch.Tensor, key: torch.Tensor, causal: bool, window: tuple[int, int] | None
 ) -> torch.Tensor:
