@@ -10,7 +10,16 @@ import torch
 
 from omni_attn.platforms.detect import processor_name
 
-PEERS = ("diffusers", "fa3-fwd", "tokenspeed-fa3", "flash-attn", "triton")
+PEERS = (
+    "diffusers",
+    "fa3-fwd",
+    "tokenspeed-fa3",
+    "flash-attn",
+    "flash-attn-4",
+    "flashinfer-python",
+    "fastvideo-kernel",
+    "triton",
+)
 
 
 def machine_line(device: str) -> str:

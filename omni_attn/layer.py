@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,14 @@ from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.products import build_prepared
-from omni_attn.routes import Route, build_routes, canonical_overrides, group_name, served_dtypes
+from omni_attn.routes import (
+    Route,
+    build_routes,
+    canonical_overrides,
+    group_name,
+    layer_index_of,
+    served_dtypes,
+)
 from omni_attn.selector import CollectedLayer, Selection, current_scope, select
 
 if TYPE_CHECKING:
@@ -47,7 +55,7 @@ class Attention(nn.Module):
             communication and requires skip_sequence_parallel=True.
         skip_sequence_parallel: run on each rank's own tensors, whatever the parallel configuration.
         config: the choice of backends for this layer alone.
-        prefix: the layer's name in the model, for reports.
+        prefix: the layer's name in the model, for reports; options that go by layer number find it in there.
 
     Raises:
         BackendRejectedError, NoBackendError, BackendImportError, ConfigError: see select; nothing is built then.
@@ -121,6 +129,7 @@ class Attention(nn.Module):
         self.custom_attention = custom_attention
         self.impl_overrides = canonical_overrides(impl_overrides)
         self.fallbacks_taken = 0
+        self.routes_taken: Counter[str] = Counter()
         self._calibration: LayerCalibration | None = None
         self._config, self._platform = scope.config_for(config), scope.platform_or_current()
         routes: tuple[Route, ...] = ()
@@ -136,8 +145,9 @@ class Attention(nn.Module):
         self._impls = tuple(route.impl for route in routes)
         self._dtypes: tuple[torch.dtype, ...] = ()
         self.group_id = "custom_attention" if self.custom_attention is not None else "not selected"
-        if self._calibration is not None:
-            for route in routes:
+        for route in routes:
+            route.builder.layer_index = layer_index_of(self.prefix)
+            if self._calibration is not None:
                 route.builder.calibration = self._calibration
         if routes:
             # One object for layers of equal needs: compiled code then sees that equal layers are equal.
@@ -178,6 +188,18 @@ class Attention(nn.Module):
         return f"{active.selection.label}: {own}" if own else active.selection.label
 
     @property
+    def route_reason(self) -> str | None:
+        """Why the backend took the route of its own that `route` tells; None if it has no such routes."""
+        return getattr(self._active.product, "route_reason", None) if self._active else None
+
+    @property
+    def other_route(self) -> str | None:
+        """The route and its reason where the last preparation leaves the kernel that was selected; None elsewhere."""
+        product = self._active.product if self._active else None
+        left = product is not None and not getattr(product, "runs_kernel", True)
+        return f"{self.route}, {self.route_reason}" if left else None
+
+    @property
     def fallback_reason(self) -> str | None:
         """Why the last preparation took a fallback; None if it took none."""
         return self._active.refusal if self._active else None
@@ -210,11 +232,13 @@ class Attention(nn.Module):
         if made is not self._last[0]:
             self._last = _NO_CALL  # so that the next call tells its own route again
         self.fallbacks_taken += made.route > 0
+        self.routes_taken[self.route] += 1
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files leave out what belongs to the last step."""
-        return {**self.__dict__, "_last": _NO_CALL, "_active": None, "_own_record": AttentionMetadata()}
+        last_step = {"_last": _NO_CALL, "_active": None, "_own_record": AttentionMetadata()}
+        return {**self.__dict__, **last_step, "routes_taken": Counter()}
 
     def __call__(
         self,

@@ -38,6 +38,7 @@ def build_prepared(
         refusal = str(refusals[0]) if refusals else None
         if refusal is not None:
             _log_fallback(routes[0], route, refusal)
+        _log_route(route, product)
         mask = None if record.hides_nothing else record.attn_mask
         return Prepared(
             product=product,
@@ -85,6 +86,20 @@ def _batch_of(record: AttentionMetadata) -> int | None:
     if mask is None or record.mask_mode == "none" or (mask.dim() == 4 and mask.shape[0] == 1):
         return None
     return mask.shape[0]
+
+
+def _log_route(route: Route, product: object) -> None:
+    """Tells a route of the backend's own once.
+
+    Aloud where it leaves the kernel that was selected, or an option unapplied.
+    """
+    own, reason = getattr(product, "route", None), getattr(product, "route_reason", None)
+    if own is None or (key := (route.label, f"{own}: {reason}")) in _logged:
+        return
+    _logged.add(key)
+    as_asked = getattr(product, "runs_kernel", True) and not getattr(product, "unapplied", ())
+    level = logging.INFO if as_asked else logging.WARNING
+    _log.log(level, "attention %s: route %s", *key)
 
 
 def _log_fallback(refused: Route, taken: Route, refusal: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from omni_attn.layer import Attention
+from omni_attn.selector import Selection
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class ReportRow:
         reason: why this candidate, or why a fallback.
         route: what was prepared last, the selected backend or a fallback.
         fallbacks_taken: how many preparations took a fallback.
+        routes_taken: how many preparations took each route.
     """
 
     role: str
@@ -36,7 +40,16 @@ class ReportRow:
     reason: str
     route: str
     fallbacks_taken: int
+    routes_taken: dict[str, int]
     names: tuple[str, ...]
+
+    @property
+    def counts(self) -> str:
+        """How often each route was prepared, where there was more than one; else empty."""
+        if len(self.routes_taken) < 2:
+            return ""
+        counted = (f"{route} {count} time{'s' * (count > 1)}" for route, count in self.routes_taken.items())
+        return f"prepared: {', '.join(counted)}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ class AttentionReport:
 
     def __str__(self) -> str:
         return "\n".join(
-            f'role "{row.role}" ({row.layers} layers): {row.route}, from {row.source}; {row.reason}'
+            f'role "{row.role}" ({row.layers} layers): {row.route}, from {row.source}; '
+            + "; ".join(filter(None, (row.reason, row.counts)))
             for row in self.rows
         )
 
@@ -81,6 +95,7 @@ def _row(members: list[tuple[str, Attention]]) -> ReportRow:
         "layers": len(members),
         "route": layer.route,
         "fallbacks_taken": max(member.fallbacks_taken for _, member in members),
+        "routes_taken": dict(functools.reduce(operator.or_, (member.routes_taken for _, member in members))),
         "names": tuple(name for name, _ in members),
     }
     if active is None:
@@ -106,5 +121,10 @@ def _row(members: list[tuple[str, Attention]]) -> ReportRow:
         variant=selection.variant,
         impl=type(active.impl).__qualname__,
         source=selection.source,
-        reason=layer.fallback_reason or selection.reason(),
+        reason=_reason(layer, selection),
     )
+
+
+def _reason(layer: Attention, selection: Selection) -> str:
+    chosen = layer.fallback_reason or selection.reason()
+    return chosen if layer.route_reason is None else f"{chosen}; {layer.route_reason}"

@@ -157,11 +157,16 @@ def canonical_overrides(
     return {canonical_name(getattr(name, "name", name)): cls for name, cls in (overrides or {}).items()}
 
 
+def layer_index_of(prefix: str) -> int | None:
+    """The first part of a layer's dotted name that is a whole number, None without one: 12 of "blocks.12.attn1"."""
+    return next((int(part) for part in prefix.split(".") if part.isascii() and part.isdigit()), None)
+
+
 def group_name(routes: tuple[Route, ...]) -> str:
     """A string that is equal for layers which share what a builder prepares.
 
-    Backend, variant, impl class, spec, geometry and calibration of every route count. A string, since torch.compile
-    cannot trace specs as dictionary keys.
+    Backend, variant, impl class, spec, geometry and the builder's own key of every route count. A string, since
+    torch.compile cannot trace specs as dictionary keys.
     """
     parts: list[object] = []
     for route in routes:
@@ -172,7 +177,7 @@ def group_name(routes: tuple[Route, ...]) -> str:
         parts += [request.softmax_scale, request.causal, request.window]
         parts += [
             None if spec is None else spec.model_dump_json(),
-            getattr(route.builder, "calibration", None),
+            getattr(route.builder, "group_key", None),
         ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
     return f"{routes[0].selection.backend}:{type(routes[0].impl).__name__}:{digest}"

@@ -18,7 +18,7 @@ from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import BackendConformance, fake_device
 from omni_attn.testing.conformance import run_conformance
 from tools import docs
-from tools.backend_pages import END, START, PageError, backend_pages, page_of
+from tools.backend_pages import END, OTHER_FAMILIES, START, PageError, backend_pages, page_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_readme_example_of_a_model_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_readme_shows_what_explain_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pipeline,) = blocks(README, "yaml")
+    pipeline, _ = blocks(README, "yaml")
     (tmp_path / "wan.yaml").write_text(pipeline, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     command, shown = re.search(
@@ -47,6 +47,27 @@ def test_readme_shows_what_explain_prints(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     assert [line.rstrip() for line in result.stdout.strip().splitlines()] == shown.strip().splitlines()
+
+
+def test_readme_example_of_sparse_attention_is_selected(tmp_path: Path) -> None:
+    _, attention = blocks(README, "yaml")
+    (tmp_path / "wan.yaml").write_text(f"pipeline: wan\nmodel: wan-tiny\n{attention}", encoding="utf-8")
+    command = ["explain", str(tmp_path / "wan.yaml"), "--json", "--assume"]
+    for device, variant in (("cpu", "torch"), ("sm_90", "triton"), ("gfx942", "triton")):
+        result = CliRunner().invoke(app, [*command, device, "--packages", "triton=3.6"])
+        assert result.exit_code == 0, result.output
+        assert f'"FASTVIDEO_VSA ({variant})"' in result.stdout or f'"variant": "{variant}"' in result.stdout
+
+
+def test_matrix_leads_to_the_page_of_each_backend() -> None:
+    """MindIE-SD has a variant of two backends; that of one name must not lead to the page of another."""
+    matrix = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    links = set(re.findall(r"^\| \[(\w+)\]\(([^)]*)\) \| (\S+) \|", matrix, flags=re.MULTILINE))
+    assert ("FLASH_ATTN", OTHER_FAMILIES, "mindiesd") in links
+    assert {name for name, target, _ in links if target == OTHER_FAMILIES} == {"FLASH_ATTN"}
+    assert {target for name, target, _ in links if name != "FLASH_ATTN"} == {
+        page_of(name) for name in DiffusionAttentionBackendEnum.__members__ if name != "FLASH_ATTN"
+    }
 
 
 def test_contributed_backend_conforms() -> None:

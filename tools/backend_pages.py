@@ -29,6 +29,7 @@ _IN_COLUMNS = frozenset({"causal", "gqa", "packing", "window", "lse", "backward"
 _ONLY_WITH: Mapping[str, Callable[[KernelFacts], bool]] = {
     "float_masks": lambda facts: "arbitrary" in facts.mask_kinds,
     "causal_unequal_lengths": lambda facts: facts.causal,
+    "packed_padding": lambda facts: not facts.packing,  # which includes it
 }
 
 
@@ -135,12 +136,23 @@ def _cell(facts: KernelFacts, name: str) -> str:
 OTHER_FAMILIES = "backends/flash_attn_other_devices.md"
 
 
-def with_links(matrix: str, names: Iterable[str], family_variants: Iterable[str]) -> str:
-    """The matrix with each backend's name as a link to its page; other families' classes share a page of their own."""
+def with_links(matrix: str, names: Iterable[str], families: Iterable[tuple[str, str]]) -> str:
+    """The matrix with each backend's name as a link to its page.
+
+    Args:
+        matrix: Markdown.
+        names: of the backends.
+        families: (name, variant) of the classes of other device families, which share a page of their own.
+    """
     for name in names:
         link = f"]({page_of(name)})"
+        matrix = re.sub(
+            rf"^- `{name}`(?= on \w+:)", f"- [`{name}`]({OTHER_FAMILIES})", matrix, flags=re.MULTILINE
+        )
         matrix = re.sub(rf"^- `{name}`", f"- [`{name}`{link}", matrix, flags=re.MULTILINE)
+        variants = "|".join(re.escape(variant) for owner, variant in families if owner == name)
+        if variants:
+            elsewhere = rf"^\| {name} (?=\| (?:{variants}) \|)"
+            matrix = re.sub(elsewhere, f"| [{name}]({OTHER_FAMILIES}) ", matrix, flags=re.MULTILINE)
         matrix = re.sub(rf"^\| {name} \|", f"| [{name}{link} |", matrix, flags=re.MULTILINE)
-    variants = "|".join(map(re.escape, family_variants))
-    elsewhere = rf"\]\([^)]*\)(?= on \w+:| \| (?:{variants}) \|)"
-    return re.sub(elsewhere, f"]({OTHER_FAMILIES})", matrix)
+    return matrix

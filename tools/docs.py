@@ -35,7 +35,12 @@ def pages() -> dict[Path, str]:
         PageError: a page that has to be written by hand is missing or incomplete.
     """
     listed = built_in_facts()
-    families = [variant.name for backend in listed if backend.family for variant in backend.facts.variants]
+    families = {
+        (backend.name, variant.name)
+        for backend in listed
+        if backend.family
+        for variant in backend.facts.variants
+    }
     matrix = with_links(backends_markdown(listed), DiffusionAttentionBackendEnum.__members__, families)
     return {
         DOCS / "backends.md": BACKENDS_HEAD + matrix,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from omni_attn.backends.metadata import AttentionMetadata
     from omni_attn.calibration import LayerCalibration
     from omni_attn.config import AttentionSpec
+    from omni_attn.ops.block_sparse.selection import BlockSelection
 
 
 class _LayerGeometry:
@@ -72,6 +73,16 @@ class AttentionMetadataBuilder(_LayerGeometry, ABC):
     reads: frozenset[str] = frozenset()
     #: What a checkpoint says about the layers it builds for, see `Attention.calibrate`; None = nothing was said.
     calibration: LayerCalibration | None = None
+    #: Number of the layer in its model, the first whole number in its name ("blocks.12.attn1"); None = it has none.
+    layer_index: int | None = None
+
+    @property
+    def group_key(self) -> object:
+        """What tells layers of equal backend, spec and geometry apart: only layers of equal keys share a product.
+
+        A builder that looks at `layer_index` says here what it makes of it, as few kinds as there are.
+        """
+        return self.calibration
 
     @abstractmethod
     def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> Any:
@@ -114,6 +125,22 @@ class AttentionImpl(_LayerGeometry, ABC):
         """The output, and the log-sum-exp of the scaled scores [B, H, Sq] float32 (natural log, -inf without a key)."""
         raise TypeError(
             f"{type(self).__name__} gives no LSE: its facts say lse=False; choose a backend that has it"
+        )
+
+    def select_blocks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: Any,
+        **layer_inputs: torch.Tensor,
+    ) -> BlockSelection | None:
+        """The blocks that `forward` attends to with the same arguments; None where this step is computed densely.
+
+        For looking at a selection, not for the hot path; with `facts.selects_blocks`.
+        """
+        raise TypeError(
+            f"{type(self).__name__} selects no blocks: its facts say selects_blocks=False; choose a backend that does"
         )
 
 

@@ -20,6 +20,7 @@ from omni_attn.backends.abstract import (
     foreign_metadata,
 )
 from omni_attn.backends.flex_plans import FlexMetadata, FlexMetadataBuilder
+from omni_attn.backends.triton_package import TRITON_PACKAGES
 from omni_attn.facts import BackendFacts, CapabilityRange, HeadSizes
 from omni_attn.facts.backend import BFLOAT16, FLOAT16, FLOAT32
 from omni_attn.ops.segments import attend_segments, empty_attention
@@ -104,7 +105,7 @@ class FlexAttentionBackend(AttentionBackend):
         summary="torch flex_attention, compiled with Triton",
         device_kinds=frozenset({"cuda", "rocm", "xpu"}),
         capabilities=(CapabilityRange(minimum=(8, 0)),),
-        packages=flex_kernels.TRITON_PACKAGES,
+        packages=TRITON_PACKAGES,
         dtypes=frozenset({FLOAT16, BFLOAT16, FLOAT32}),
         head_sizes=HeadSizes(minimum=16, maximum=256),
         value_head_size=True,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -20,19 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from omni_attn.backends.flex_blocks import index_steps
 from omni_attn.backends.optional_package import import_symbols
-from omni_attn.facts import PackageRequirement
+from omni_attn.backends.triton_package import TRITON
 
-_TRITON = PackageRequirement(
-    distribution="triton", module="triton", symbols=("jit",), install="pip install triton"
-)
-#: The distributions that torch's wheels bring Triton in, by platform and release.
-TRITON_PACKAGES = tuple(
-    replace(_TRITON, distribution=name)
-    for name in (
-        *("triton", "triton-rocm", "triton-xpu", "triton-windows"),
-        *("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
-    )
-)
 #: Kinds of call that stay compiled; the one that was not used for longest is dropped.
 MAX_COMPILED = 256
 
@@ -41,13 +29,13 @@ MAX_COMPILED = 256
 _flex_attention: Callable[..., Any] = flex_attention
 
 
-def require_triton() -> None:
-    """Imports Triton, which torch compiles flex_attention to.
+def require_triton(label: str = "FLEX_ATTN") -> None:
+    """Imports Triton, which torch compiles flex_attention to; `label` names the backend in the error text.
 
     Raises:
         BackendImportError: it is missing, broken, or no compiler.
     """
-    import_symbols("FLEX_ATTN", _TRITON)
+    import_symbols(label, TRITON)
 
 
 def attend(
@@ -84,16 +72,40 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-def compiled_attend(kind: Hashable) -> Callable[..., Any]:
-    """`attend`, compiled for calls of one kind: whatever their shapes and masks have in common."""
-    return _compiled(kind)
+def attend_blocks(
+    query_BHRD: torch.Tensor,
+    key_BGRD: torch.Tensor,
+    value_BGRD: torch.Tensor,
+    block_mask: BlockMask,
+    tile: int,
+    softmax_scale: float,
+) -> Any:
+    """Output [B, H, R, Dv] of rows that lie head by head; `tile`: rows of the map's tiles, 64 or 128."""
+    options = _kernel_options(query_BHRD.shape[-1], value_BGRD.shape[-1])
+    if tile < 128:
+        narrow = max(query_BHRD.shape[-1], value_BGRD.shape[-1]) > 128 or query_BHRD.dtype == torch.float32
+        options |= {"fwd_BLOCK_M": tile, "fwd_BLOCK_N": 32 if narrow else tile}
+    return _flex_attention(
+        query_BHRD,
+        key_BGRD,
+        value_BGRD,
+        block_mask=block_mask,
+        scale=softmax_scale,
+        enable_gqa=query_BHRD.shape[1] != key_BGRD.shape[1],
+        kernel_options=options,
+    )
+
+
+def compiled_attend(kind: Hashable, function: Callable[..., Any] = attend) -> Callable[..., Any]:
+    """`function`, compiled for calls of one kind: whatever their shapes and masks have in common."""
+    return _compiled(kind, function)
 
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
-def _compiled(kind: Hashable) -> Callable[..., Any]:
+def _compiled(kind: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
     # torch tells functions apart by their code object, which a closure or a partial would share.
     name = f"flex_attention_{abs(hash(kind)):x}"
-    own = FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
+    own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False)
     return compiled
 

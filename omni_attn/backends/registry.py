@@ -44,6 +44,8 @@ class DiffusionAttentionBackendEnum(Enum, metaclass=_ByName):
     SAGE_ATTN_3 = "omni_attn.backends.sage_attn_3.SageAttention3Backend"
     AITER_QUANT_ATTN = "omni_attn.backends.aiter_quant_attn.AiterQuantBackend"
     TRTLLM_ATTN = "omni_attn.backends.trtllm_attn.TrtllmAttentionBackend"
+    FASTVIDEO_VSA = "omni_attn.backends.fastvideo_vsa.FastVideoVSABackend"
+    RAINFUSION_ATTN = "omni_attn.backends.rainfusion_attn.RainFusionBackend"
 
 
 _registered: dict[str, str] = {}

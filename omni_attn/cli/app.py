@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from omni_attn import __version__
-from omni_attn.cli import backends, bench, check, doctor, explain, run, schema, tune
+from omni_attn.cli import backends, bench, check, doctor, explain, inspect, run, schema, tune
 from omni_attn.errors import OmniAttnError
 
 MISTAKE = 2
@@ -51,6 +51,6 @@ def _root(
 
 for command in (
     *(run.run, explain.explain, doctor.doctor, check.check, backends.backends, schema.schema),
-    *(bench.bench, tune.tune),
+    *(bench.bench, tune.tune, inspect.inspect),
 ):
     app.command()(command)

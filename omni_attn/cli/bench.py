@@ -136,6 +136,8 @@ def _note(result: Result, results: ShapeResults) -> str:
         words.append("default" if ratio is None else f"default, {ratio:.3f} of the fastest exact one")
     if result.candidate.numerics not in ("exact", None):
         words.append(str(result.candidate.numerics))
+    if result.route is not None:
+        words.append(f"ran as {result.route}")
     if result.is_broken:
         words.append(result.wrong_numbers)
     if result.status != "measured":

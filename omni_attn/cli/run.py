@@ -48,5 +48,7 @@ def report_cells(row: ReportRow) -> tuple[str, ...]:
     """Cells under COLUMNS; the reason also tells of a kernel that ran in place of the selected one."""
     label = f"{row.backend} ({row.variant})" if row.variant else row.backend
     reason = row.reason if row.route == label else f"{row.reason}; ran {row.route}"
+    if row.counts:  # route and reason are those of the last step
+        reason += f" in the last step; {row.counts}"
     category, variant = row.role_category or "-", row.variant or "-"
     return row.role, category, str(row.layers), row.backend, variant, row.source, reason

@@ -132,7 +132,7 @@ class FastVideoVSASpec(ConfigModel):
     tile_size: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt], SEQUENCE] = (4, 4, 4)
     """Extent of a tile in (frames, rows, columns) of the latent grid."""
     coarse_weight: Annotated[Literal["gate", "one"], MEMBER_VALUE] = "gate"
-    """Weight of the coarse branch: the learned gate (none: sparse only), or one."""
+    """Weight of the coarse branch: the learned gate alone (without one: sparse only), or one where no gate comes."""
     provider: VariantName = Field(default=None, exclude=True, repr=False)
     """Accepted spelling of the spec's `variant`; a spec moves it there."""
 

@@ -99,6 +99,7 @@ class KernelFacts:
         causal_unequal_lengths: causal also where query and key lengths differ.
         gqa_ratios: query heads per key-value head that it takes, where `gqa` holds; empty = any whole number.
         causal, gqa, unequal_lengths, packing, window, lse, backward, custom_scale, batch_invariant: can it.
+        packed_padding: one sequence with structural padding behind it, also where several packed ones are not taken.
         device_boundaries: packing also where only the device knows the boundaries; else the host has to state them.
         right_windows: windows may also end to the right of a query's position; to the left they always may.
         compiled_backward: backward also where the forward was compiled.
@@ -132,6 +133,7 @@ class KernelFacts:
     gqa_ratios: frozenset[int] = frozenset()
     unequal_lengths: bool = True
     packing: bool = False
+    packed_padding: bool = False
     device_boundaries: bool = True
     window: bool = False
     right_windows: bool = True
@@ -179,6 +181,7 @@ class BackendFacts(KernelFacts):
         numerics: "exact", "quantised" or "approximate"; only exact backends may be defaults.
         error: documented relative error against float64 in bfloat16, for instance "2.3e-3".
         stateless, paged: serves plain layers / layers with a paged KV cache.
+        selects_blocks: attends to blocks of keys that each call chooses, and its impl says which (select_blocks).
     """
 
     summary: str = ""
@@ -189,6 +192,7 @@ class BackendFacts(KernelFacts):
     error: str | None = None
     stateless: bool = True
     paged: bool = False
+    selects_blocks: bool = False
 
     @classmethod
     def of(cls, kernel: KernelFacts, **rest: Any) -> BackendFacts:

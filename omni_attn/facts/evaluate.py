@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from omni_attn.facts.device import FAMILIES_WITH_CAPABILITY, cudnn_text
@@ -42,12 +42,14 @@ def choose_variant(
     pinned: str | None = None,
     *,
     by_default: bool = False,
+    more_reasons: Callable[[Variant], Iterable[str]] | None = None,
 ) -> tuple[str | None, tuple[str, ...]]:
     """The variant that serves a request, and the reasons if none does.
 
     Args:
         pinned: the variant a person asked for; only that one is judged.
         by_default: nobody chose the backend, so it has to take all that the request leaves open, see default_reasons.
+        more_reasons: what else speaks against a variant, options that its kernel does not have, say.
 
     Returns:
         (variant, ()) where one serves it, (None, ()) for a backend without variants, (None, reasons) otherwise.
@@ -64,15 +66,21 @@ def choose_variant(
     variants = [variant for variant in facts.variants if pinned in (None, variant.name)]
     if not variants:
         return None, (f"needs a variant of {', '.join(v.name for v in facts.variants)}, found {pinned!r}",)
-    return _choose(tuple(variants), request, device, by_default)
+    return _choose(tuple(variants), request, device, by_default, more_reasons)
 
 
 def _choose(
-    variants: tuple[Variant, ...], request: AttentionRequest, device: DeviceInfo, by_default: bool = False
+    variants: tuple[Variant, ...],
+    request: AttentionRequest,
+    device: DeviceInfo,
+    by_default: bool = False,
+    more_reasons: Callable[[Variant], Iterable[str]] | None = None,
 ) -> tuple[str | None, tuple[str, ...]]:
     refused: dict[str, list[str]] = {}
     for variant in variants:
         reasons = evaluate(variant.facts, request, device)
+        if more_reasons is not None:
+            reasons += tuple(more_reasons(variant))
         if by_default:
             reasons += tuple(default_reasons(variant.facts, request))
             if variant.explicit_only:

@@ -28,6 +28,7 @@ class BuildFlag:
         dtype, feature, head_sizes, mask_usage: what is missing where the flag is on: a dtype, a boolean need of the
             request ("window", "requires_grad"), the head sizes (low, high] that the missing kernel would serve, or
             the masks that would run through it.
+        always: what is missing, where every call of the kernel needs it.
     """
 
     name: str
@@ -35,9 +36,12 @@ class BuildFlag:
     feature: str | None = None
     head_sizes: tuple[int, int] | None = None
     mask_usage: str | None = None
+    always: str | None = None
 
     def need(self, request: AttentionRequest) -> str | None:
         """What the request needs that this flag takes away, None if it needs nothing of the kind."""
+        if self.always is not None:
+            return self.always
         if self.dtype is not None and request.dtype == self.dtype:
             return f"dtype {self.dtype}"
         if self.feature is not None and getattr(request, self.feature):

@@ -15,7 +15,8 @@ import torch
 from omni_attn.errors import ConfigError
 from omni_attn.models.runtime import import_extra
 
-_PAPER, _INK, _FAINT = (22, 24, 29), (232, 234, 240), (140, 146, 158)
+# Colours of every picture: background, text, what stands back.
+PAPER, INK, FAINT = (22, 24, 29), (232, 234, 240), (140, 146, 158)
 _SHEET_WIDTH = 1200  # pixels, about; frames are enlarged towards it
 _GAP, _MARGIN, _LABEL, _CAPTION = 10, 24, 20, 17
 _MAX_FRAMES = 24  # on a sheet; longer videos are sampled evenly
@@ -112,28 +113,28 @@ def save_contact_sheet(
     drawing = import_extra("PIL.ImageDraw", f"Writing {path}")
     shown = _evenly_spaced(len(frames), _MAX_FRAMES)
     height, width = frames.shape[1:3]
-    columns = _columns(len(shown), height, width)
+    columns = sheet_columns(len(shown), height, width)
     rows = math.ceil(len(shown) / columns)
     scale = min((_SHEET_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns / width, 8.0)
     cell = (max(1, round(width * scale)), max(1, round(height * scale)))
-    title_font, font = _font(22), _font(14)
+    title_font, font = font_of_size(22), font_of_size(14)
     text_width = max([title_font.getlength(title), *(font.getlength(line) for line in caption)])
     grid_width = columns * cell[0] + (columns - 1) * _GAP
     sheet_width = 2 * _MARGIN + max(grid_width, math.ceil(text_width))
     top = _MARGIN + 40
     grid_height = rows * (cell[1] + _LABEL + _GAP)
     sheet = pillow.new(
-        "RGB", (sheet_width, top + grid_height + len(caption) * (_CAPTION + 3) + _MARGIN), _PAPER
+        "RGB", (sheet_width, top + grid_height + len(caption) * (_CAPTION + 3) + _MARGIN), PAPER
     )
     draw = drawing.Draw(sheet)
-    draw.text((_MARGIN, _MARGIN - 4), title, font=title_font, fill=_INK)
+    draw.text((_MARGIN, _MARGIN - 4), title, font=title_font, fill=INK)
     for position, index in enumerate(shown):
         left = _MARGIN + position % columns * (cell[0] + _GAP)
         upper = top + position // columns * (cell[1] + _LABEL + _GAP)
         sheet.paste(_to_picture(frames[index]).resize(cell, pillow.Resampling.BICUBIC), (left, upper))
-        draw.text((left + 1, upper + cell[1] + 2), f"{unit} {index}", font=font, fill=_FAINT)
+        draw.text((left + 1, upper + cell[1] + 2), f"{unit} {index}", font=font, fill=FAINT)
     for number, line in enumerate(caption):
-        draw.text((_MARGIN, top + grid_height + number * (_CAPTION + 3)), line, font=font, fill=_FAINT)
+        draw.text((_MARGIN, top + grid_height + number * (_CAPTION + 3)), line, font=font, fill=FAINT)
     sheet.save(path)
     return path
 
@@ -145,7 +146,7 @@ def _evenly_spaced(count: int, limit: int) -> list[int]:
     return [round(position * (count - 1) / (limit - 1)) for position in range(limit)]
 
 
-def _columns(count: int, height: int, width: int) -> int:
+def sheet_columns(count: int, height: int, width: int) -> int:
     """One row for up to four frames, else what makes the sheet closest to 3:2 without many empty cells."""
     if count <= 4:
         return count
@@ -163,5 +164,6 @@ def _to_picture(frame: torch.Tensor) -> Any:
     return pillow.fromarray(frame.contiguous().numpy())
 
 
-def _font(size: int) -> Any:
+def font_of_size(size: int) -> Any:
+    """Pillow's own font, in pixels."""
     return import_extra("PIL.ImageFont", "Writing pictures").load_default(size)

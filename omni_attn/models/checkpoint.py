@@ -73,6 +73,41 @@ def read_safetensors(folder: str | os.PathLike[str], stem: str) -> dict[str, Ten
     return state
 
 
+def read_safetensors_header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says about each of its tensors (dtype, shape, place), without reading any.
+
+    Raises:
+        ConfigError: it is no whole safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, size))
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not a whole safetensors file. Fetch or save the checkpoint again."
+        ) from error
+    return header
+
+
+def stored_names(folder: Path, stem: str) -> frozenset[str]:
+    """Names of all weights that `read_safetensors` would read; none where it would refuse.
+
+    Raises:
+        ConfigError: a file is broken.
+    """
+    whole, index = folder / f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    if whole.is_file():
+        return frozenset(read_safetensors_header(whole))
+    if (folder / index).is_file():
+        weight_map = read_json(folder, index).get("weight_map")
+        return frozenset(weight_map) if isinstance(weight_map, dict) else frozenset()
+    return frozenset()
+
+
 def _weight_files(folder: Path, stem: str) -> list[Path]:
     whole, index = folder / f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if whole.is_file():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -18,7 +21,30 @@ def int32_on(device: torch.device, values: Sequence[int]) -> torch.Tensor:
     """Host numbers as an int32 tensor [N] on a device; copied from pinned memory, so that the host does not wait."""
     if device.type != "cuda" or torch.compiler.is_compiling():  # compiled code makes a constant of it
         return torch.tensor(values, dtype=torch.int32, device=device)
-    return torch.tensor(values, dtype=torch.int32, device="cpu").pin_memory().to(device, non_blocking=True)
+    return without_waiting(torch.tensor(values, dtype=torch.int32, device="cpu"), device)
+
+
+def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device; the host does not wait for a copy of its own to a GPU, which starts in pinned memory."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's GPU the current one, for launchers that look at nothing else; free where it already is."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one kernel may use; without a GPU, where kernels are interpreted, as many as Hopper's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    facts = torch.cuda.get_device_properties(device)
+    return getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block
 
 
 def fits_int32(*tensors: torch.Tensor, limit: int = INT32_MAX) -> bool:

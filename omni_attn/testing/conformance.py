@@ -228,7 +228,7 @@ class BackendConformance(BackendHarness):
         queries = self.query_tokens(5) if self.facts.unequal_lengths else keys
         query, key, value = self.tensors(1, queries + 3, keys + 3)
         record = AttentionMetadata(packed_padding=PackedPadding(q_length=queries, kv_length=keys))
-        if not self.facts.packing:
+        if not (self.facts.packing or self.facts.packed_padding):
             return self.build_fails(record, "packed_padding", queries=8, keys=10)
         expected = reference_attention(query[:, :queries], key[:, :keys], value[:, :keys])[0]
         query[:, queries:], key[:, keys:], value[:, keys:] = float("nan"), float("nan"), float("nan")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import SkipTest
 
 import torch
@@ -15,6 +15,9 @@ from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, KernelFacts, evaluate
 from omni_attn.products import build_product
+
+if TYPE_CHECKING:
+    from omni_attn.config import AttentionSpec
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Largest deviation over the documented relative error, see allowed_error.
@@ -48,6 +51,7 @@ class BackendHarness:
         variant: which variant; None = the first of the facts, if there are any.
         dtype, device: of the tensors.
         head_size: a size that the backend takes; heads, kv_heads: query heads and shared key-value heads.
+        spec: options of the choice; None = the backend's own.
         machine: facts of the machine that the kernels run on, None for stand-ins.
         tolerance: allowed maximum absolute error against float64; None = by dtype and documented error.
     """
@@ -58,6 +62,7 @@ class BackendHarness:
     head_size: int = 16
     heads: int = 4
     kv_heads: int = 2
+    spec: AttentionSpec | None = None
     machine: DeviceInfo | None = None
     tolerance: float | None = None
 
@@ -152,13 +157,24 @@ class BackendHarness:
             "head_size": query.shape[3],
             "value_head_size": value.shape[3],
             "softmax_scale": query.shape[3] ** -0.5,
+            "spec": self.spec,
             "variant": self.variant or next((v.name for v in self.get_backend().facts.variants), None),
             **geometry,
         }
         impl_cls = self.get_backend().get_impl_cls()
         builder = (impl_cls.builder_cls or self.get_backend().get_builder_cls())(**arguments)
         lengths = (query.shape[1], key.shape[1])
-        return impl_cls(**arguments), build_product(builder, record or AttentionMetadata(), lengths)
+        return impl_cls(**arguments), build_product(builder, self.stated(record, lengths), lengths)
+
+    def stated(self, record: AttentionMetadata | None, lengths: tuple[int, int]) -> AttentionMetadata:
+        """A record as the model of such a backend would state it, for tests that are about something else.
+
+        Where it needs a video's grid, that is one row of all tokens in use, and all its tiles are attended to on the
+        backend's own kernel: then a sparse kernel owes the numbers of the dense reference.
+        """
+        return (
+            (record or AttentionMetadata()) if not self.facts.needs_video_grid else with_grid(record, lengths)
+        )
 
     def close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
         """Asserts equality with a float64 result, within the tolerance; NaN never passes."""
@@ -172,7 +188,13 @@ class BackendHarness:
     def reasons(self, **needs: Any) -> tuple[str, ...]:
         """Why the facts refuse a request with these needs; empty = they accept it."""
         request = AttentionRequest(
-            **{"role": "self", "num_heads": self.heads, "head_size": self.head_size, **needs},
+            **{
+                "role": "self",
+                "num_heads": self.heads,
+                "head_size": self.head_size,
+                "video_grid": True,
+                **needs,
+            },
         )
         if self.machine is None:
             return evaluate(replace(self.facts, **_ANYWHERE), request, _NOWHERE)
@@ -201,6 +223,16 @@ class BackendHarness:
         """A record with a key-padding mask of rows of 0 and 1."""
         mask = torch.tensor(rows, dtype=torch.bool, device=self.device)
         return AttentionMetadata(attn_mask=mask, **facts)
+
+
+def with_grid(record: AttentionMetadata | None, lengths: tuple[int, int]) -> AttentionMetadata:
+    """A record with a grid of one row that holds all tokens in use, unless it states one."""
+    record = record or AttentionMetadata()
+    if record.vsa_dit_seq_shape is not None:
+        return record
+    padding = record.packed_padding
+    tokens = lengths[0] if padding is None else padding.q_length
+    return replace(record, vsa_dit_seq_shape=(1, 1, tokens), preserve_vsa_all_blocks=True)
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> Exception:

@@ -21,6 +21,7 @@ class Candidate:
         spec: what a person would write for it.
         verdict: accepted, or the reasons why not.
         numerics: "exact", "quantised" or "approximate"; None where its class cannot be loaded.
+        needs_video_grid: it runs only where the (T, H, W) grid of the tokens is known.
         documented: documented relative error in bfloat16, None if the facts give none.
     """
 
@@ -28,6 +29,7 @@ class Candidate:
     verdict: Verdict
     numerics: str | None
     documented: float | None
+    needs_video_grid: bool = False
 
     @property
     def label(self) -> str:
@@ -117,4 +119,4 @@ def _judged(spec: AttentionSpec, request: AttentionRequest, platform: OmniPlatfo
     facts = facts_of(spec.backend, platform)
     if facts is None:
         return Candidate(spec, verdict, None, None)
-    return Candidate(spec, verdict, facts.numerics, documented_error(facts))
+    return Candidate(spec, verdict, facts.numerics, documented_error(facts), facts.needs_video_grid)

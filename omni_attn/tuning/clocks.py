@@ -29,15 +29,20 @@ class Clock(Protocol):
 
 
 class EventClock:
-    """CUDA events around one call, behind a flush of the caches."""
+    """CUDA events around one call, behind a flush of the caches.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        flushes: how often; more of them give the host more time to queue a call of many launches.
+    """
+
+    def __init__(self, device: torch.device, flushes: int = FLUSHES) -> None:
         self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flushes = flushes
 
     def milliseconds(self, call: Call) -> float:
         """Device time of one call, launch latency not included."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for _ in range(FLUSHES):
+        for _ in range(self._flushes):
             self._flushed.zero_()
         start.record()
         call()
@@ -74,9 +79,9 @@ class WallClock:
             torch.mps.synchronize()
 
 
-def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return EventClock(device) if device.type == "cuda" else WallClock(device)
+def clock_for(device: torch.device, flushes: int = FLUSHES) -> Clock:
+    """The clock of a device; see EventClock for `flushes`."""
+    return EventClock(device, flushes) if device.type == "cuda" else WallClock(device)
 
 
 def method_of(device: torch.device) -> str:

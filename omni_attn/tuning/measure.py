@@ -25,6 +25,11 @@ Status = Literal["measured", "past the error", "refused", "failed"]
 # An exact kernel this far beyond its documented error is broken, whatever its speed.
 BROKEN = 5.0
 UNDOCUMENTED_ERROR = 1e-2
+# Random tokens have no neighbours that are alike: what a selection of tiles loses on them says nothing about a video.
+_NO_GRID = (
+    "needs the (T, H, W) grid of a video, which a role does not state; what it loses is to be judged on a model's own "
+    "queries and keys, not on random ones"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,7 @@ class Result:
         tflops: 4 B Sq Sk H D / time.
         error: relative Frobenius error of the sampled query rows against float64.
         peak_bytes: most memory of a call beyond its inputs, output included; None on a CPU.
+        route: what ran in place of the candidate's own kernel, by a rule of the backend; None = nothing.
     """
 
     candidate: Candidate
@@ -48,6 +54,7 @@ class Result:
     tflops: float | None = None
     error: float | None = None
     peak_bytes: int | None = None
+    route: str | None = None
 
     @property
     def label(self) -> str:
@@ -88,6 +95,7 @@ class Result:
             # JSON has no NaN
             "error": None if self.error is None or self.error != self.error else self.error,
             "peak_bytes": self.peak_bytes,
+            "route": self.route,
         }
 
 
@@ -155,6 +163,8 @@ class _Run:
         for number, candidate in enumerate(self.candidates):
             if not candidate.verdict.accepted:
                 self._out(number, "refused", "; ".join(candidate.verdict.reasons))
+            elif candidate.needs_video_grid and self.case.grid is None:
+                self._out(number, "refused", _NO_GRID)
         return [n for n in range(len(self.candidates)) if n not in self._found]
 
     def taking_part(self) -> list[int]:
@@ -174,7 +184,8 @@ class _Run:
                 found = f"error {deviation:.1e}, allowed {self._max_error:.1e}"
                 self._out(number, "past the error", found, error=deviation)
                 return
-            self._found[number] = replace(self._found[number], peak_bytes=peak_bytes(call, self.device))
+            peak = peak_bytes(call, self.device)
+            self._found[number] = replace(self._found[number], peak_bytes=peak, route=layer.other_route)
         except BackendImportError as error:
             self._out(number, "refused", str(error))
         except Exception as error:

@@ -10,10 +10,11 @@ import torch
 from omni_attn.config import AttentionConfig, AttentionSpec, PipelineConfig, TunedFor
 from omni_attn.errors import ConfigError
 from omni_attn.explain import collect_requests, measured_on
+from omni_attn.facts import AttentionRequest
 from omni_attn.models.runtime import Progress, no_progress, resolve_dtype
 from omni_attn.platforms import OmniPlatform
 from omni_attn.tuning.bench import EXTRA_CALLS, ROUNDS
-from omni_attn.tuning.candidates import candidates_for, every_spec
+from omni_attn.tuning.candidates import candidates_for, every_spec, facts_of
 from omni_attn.tuning.cases import Case, case_of_request
 from omni_attn.tuning.estimate import check_cost
 from omni_attn.tuning.measure import Result, measure
@@ -85,9 +86,9 @@ def tune(
     dtype = resolve_dtype(config.dtype, platform.device.kind)
     requests = collect_requests(config, platform, dtype)
     unmeasured = {
-        request.role: "the model states no token counts for it"
+        request.role: reason
         for request in requests
-        if not (request.max_seqlen_q and request.max_seqlen_k)
+        if (reason := _why_unmeasured(config.attention, request, platform)) is not None
     }
     todo = []
     for request, layers in requests.items():
@@ -110,6 +111,22 @@ def tune(
     ]
     here = measured_on(platform.device, dtype, requests)
     return Tuning(tuple(_decide(found, config.attention, max_error)), unmeasured, here, max_error)
+
+
+def _why_unmeasured(
+    attention: AttentionConfig, request: AttentionRequest, platform: OmniPlatform
+) -> str | None:
+    """Why a role keeps what it has; None where it is measured."""
+    if not (request.max_seqlen_q and request.max_seqlen_k):
+        return "the model states no token counts for it"
+    own, _ = attention.resolve(request.role, request.role_category)
+    facts = None if own is None or not request.video_grid else facts_of(own.backend, platform)
+    if own is None or facts is None or not facts.needs_video_grid:
+        return None
+    return (
+        f"the file chooses {own.backend}, and what that loses is to be judged on a model's own queries and keys "
+        "(`omni-attn inspect` does); take it out of the file to have dense backends measured"
+    )
 
 
 def _specs(config: PipelineConfig, case: Case, platform: OmniPlatform) -> tuple[AttentionSpec, ...]:

@@ -11,6 +11,7 @@ import torch
 from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from omni_attn.backends.aiter_quant_attn import AiterQuantBackend
 from omni_attn.backends.cudnn_attn import CuDNNAttentionBackend
+from omni_attn.backends.fastvideo_vsa import FastVideoVSABackend
 from omni_attn.backends.flash_attn import FlashAttentionBackend
 from omni_attn.backends.flash_attn_musa import MateFlashBackend
 from omni_attn.backends.flash_attn_npu import MindieFlashBackend
@@ -184,6 +185,44 @@ class TestAiterQuant(BackendConformance):
 
     def kernels(self) -> AbstractContextManager[Any]:
         return fake_kernels("AITER_QUANT_ATTN")
+
+
+class TestVSATorch(BackendConformance):
+    """All tiles on the executor; tests/backends/test_fastvideo_vsa.py has the ones with fewer."""
+
+    variant = "torch"
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return FastVideoVSABackend
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        return fake_kernels("FASTVIDEO_VSA", self.variant)
+
+
+class TestVSATriton(TestVSATorch):
+    variant = "triton"
+
+
+class TestVSAFastVideo(TestVSATorch):
+    variant = "fastvideo"
+    head_size = 64
+
+
+class TestVSAFlashInfer(TestVSATorch):
+    variant = "flashinfer"
+    head_size = 128
+
+
+class TestVSAFlex(TestVSATorch):
+    variant = "flex"
+
+
+class TestVSAFlash3(TestVSAFastVideo):
+    variant = "fa3"
+
+
+class TestVSAFlash4(TestVSAFastVideo):
+    variant = "fa4"
 
 
 def refuse_unequal(lengths: tuple[int, int]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.cudnn_attn import CuDNNAttentionBackend
+from omni_attn.backends.fastvideo_vsa import FastVideoVSABackend
 from omni_attn.backends.flash_attn import FlashAttentionBackend
 from omni_attn.backends.flashinfer_attn import FlashInferBackend
 from omni_attn.backends.flex_attn import FlexAttentionBackend
@@ -128,3 +129,36 @@ class TestTrtllmRagged(OnGPU):
 
 class TestTrtllmFmhaV2(TestTrtllmRagged):
     variant = "fmha_v2"
+
+
+class TestVSATriton(OnGPU):
+    """All tiles, on the executor."""
+
+    variant = "triton"
+
+    def get_backend(self) -> type[AttentionBackend]:
+        return FastVideoVSABackend
+
+
+class TestVSATorch(TestVSATriton):
+    variant = "torch"
+
+
+class TestVSAFlash3(TestVSATriton):
+    variant = "fa3"
+
+
+class TestVSAFlash4(TestVSATriton):
+    variant = "fa4"
+
+
+class TestVSAFastVideo(TestVSATriton):
+    variant = "fastvideo"
+
+
+class TestVSAFlashInfer(TestVSATriton):
+    variant = "flashinfer"
+
+
+class TestVSAFlex(TestVSATriton):
+    variant = "flex"

@@ -14,7 +14,7 @@ Write = Callable[..., Path]
 
 def test_examples_are_good(cli: Cli) -> None:
     files = sorted(EXAMPLES.glob("*.yaml"))
-    assert {file.stem for file in files} >= {"wan_tiny", "wan_480p", "two_roles"}
+    assert {file.stem for file in files} >= {"wan_tiny", "wan_480p", "two_roles", "fastwan_vsa"}
     result = cli("check", "--model", *files)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [f"{file}: good" for file in files]
@@ -108,3 +108,12 @@ def test_the_environment_has_no_part_in_a_file(
 ) -> None:
     monkeypatch.setenv("OMNI_ATTN_BACKEND", "NOPE")
     assert cli("check", pipeline()).exit_code == 0
+
+
+def test_model_refuses_what_a_distilled_checkpoint_cannot_be_asked_for(cli: Cli) -> None:
+    file = EXAMPLES / "fastwan_vsa.yaml"
+    asked = {"generation.num_inference_steps=50": "50", "generation.guidance_scale=5": "guidance_scale is 5"}
+    for override, text in asked.items():
+        result = cli("check", "--model", file, "--set", override)
+        assert result.exit_code == 2
+        assert text in result.stderr and "fastwan-tiny" in result.stderr

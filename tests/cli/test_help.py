@@ -10,7 +10,7 @@ import pytest
 from omni_attn import __version__
 from tests.cli.conftest import Cli
 
-COMMANDS = ("run", "explain", "doctor", "check", "backends", "schema", "bench", "tune")
+COMMANDS = ("run", "explain", "doctor", "check", "backends", "schema", "bench", "tune", "inspect")
 
 
 def test_help_names_every_command(cli: Cli) -> None:
@@ -51,7 +51,14 @@ def test_usage_mistakes_exit_2(cli: Cli, arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "more"), [("run", ()), ("explain", ()), ("check", ()), ("tune", ("-o", "out.yaml"))]
+    ("command", "more"),
+    [
+        ("run", ()),
+        ("explain", ()),
+        ("check", ()),
+        ("tune", ("-o", "out.yaml")),
+        ("inspect", ("--step", "0", "--layer", "0")),
+    ],
 )
 def test_missing_file_is_one_line(cli: Cli, command: str, more: tuple[str, ...]) -> None:
     result = cli(command, "nowhere.yaml", *more)

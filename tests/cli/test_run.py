@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.rainfusion_layers import blocks_of
 from tests.cli.conftest import EXAMPLES, Cli
 
 Write = Callable[..., Path]
@@ -34,12 +35,33 @@ def test_the_tiny_example(cli: Cli, small: tuple[str, ...], tmp_path: Path) -> N
     assert "note: " in result.stdout  # the weights are seeded
 
 
+def test_the_sparse_example(cli: Cli, tmp_path: Path) -> None:
+    size = ("height=128", "width=128", "num_frames=13")  # 4 x 8 x 8 tokens: four tiles, one of them kept
+    small = (word for value in size for word in ("--set", f"generation.{value}"))
+    result = cli("run", EXAMPLES / "fastwan_vsa.yaml", *small, "--set", "device=cpu")
+    assert result.exit_code == 0, result.stderr
+    (row,) = (line for line in result.stdout.splitlines() if "per_role['self']" in line)
+    assert "FASTVIDEO_VSA" in row and "1 of 4 tiles" in row and row.rstrip().endswith("VSA")
+    assert "note: steps: timesteps 1000, 757, 522" in result.stdout
+    assert "note: gates" not in result.stdout  # they are read
+    assert (tmp_path / "outputs" / "fastwan_vsa" / "latents.safetensors").is_file()
+
+
 def test_a_fallback_shows_its_reason(cli: Cli, small: tuple[str, ...]) -> None:
     result = cli("run", EXAMPLES / "two_roles.yaml", *small, "--set", "device=cpu")
     assert result.exit_code == 0, result.stderr
     (row,) = (line for line in result.stdout.splitlines() if "per_role['self']" in line)
     assert "TORCH_SDPA" in row
     assert "FLASH_ATTN: needs a cuda device" in row
+
+
+def test_dense_and_sparse_steps_are_both_shown(cli: Cli, small: tuple[str, ...]) -> None:
+    """The last step alone would read as if the whole run had been dense."""
+    options = "{backend: RAINFUSION_ATTN, block_sparse: {end_step: 1}}"
+    with blocks_of(16):
+        done = cli("run", EXAMPLES / "wan_tiny.yaml", *small, "--set", f"attention.per_role.self={options}")
+    assert done.exit_code == 0, done.stderr
+    assert "RAINFUSION_ATTN (torch): RAINFUSION 1 time, RAINFUSION_ATTN (torch): SDPA 1 time" in done.stdout
 
 
 def test_refused_roles_come_before_anything_is_built(cli: Cli, pipeline: Write, tmp_path: Path) -> None:

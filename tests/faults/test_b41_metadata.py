@@ -2,8 +2,7 @@
 
 Each backend's impl gets None, a raw record and every kind of M; each builder gets every record. The answer is
 REF's for what the metadata means, or an error that names the field or type and the backend; never an AttributeError.
-
-Waiting for what does not exist yet: VSA metadata on TORCH_SDPA in the "all blocks" route.
+Metadata of a sparse backend on its dense route is in test_g6_sparse.py.
 """
 
 from __future__ import annotations

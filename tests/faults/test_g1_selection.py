@@ -22,8 +22,9 @@ from omni_attn.config import AttentionConfig
 from omni_attn.errors import BackendRejectedError
 from omni_attn.facts import KernelFacts, evaluate
 from omni_attn.layer import Attention
-from omni_attn.models.wan.config import WAN_PRESETS, WanConfig
+from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.model import WanModel
+from omni_attn.models.wan.presets import WAN_PRESETS
 from omni_attn.selector import collect_attention_requests, select, use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
 from tests.selection.fresh import run_fresh
@@ -75,7 +76,9 @@ def _absent_packages() -> Iterator[Any]:
         for device in EVERYWHERE:
             for variant, kernel in kernels_of(name, device):
                 hardware = replace(kernel, packages=())
-                if kernel.packages and not evaluate(hardware, ask(), fake_device(device, cudnn=91900)):
+                if kernel.packages and not evaluate(
+                    hardware, ask(video_grid=True), fake_device(device, cudnn=91900)
+                ):
                     yield pytest.param(name, variant, kernel, device, id=f"{name}-{variant}-{device}")
 
 
@@ -90,7 +93,7 @@ def test_b02_a_missing_package_is_named_and_never_replaced(
     spec = {"backend": name, "variant": variant}
     chosen = choose({"default": spec} if config == "default" else {"per_role": {"self": spec}})
     with pytest.raises(BackendRejectedError) as caught:
-        select(ask(), chosen, machine)
+        select(ask(video_grid=True), chosen, machine)
     assert name in str(caught.value) and all(package in str(caught.value) for package in own)
     assert select(ask(), None, machine).backend in registered_names()
 

@@ -17,6 +17,7 @@ from omni_attn.layer import Attention
 from omni_attn.ops.reference import reference_attention
 from omni_attn.selector import select, use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
+from omni_attn.testing.harness import with_grid
 from tests.selection.stubs import EVERY_PACKAGE, ask, choose, kernels_of, packages_for
 
 HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512)
@@ -42,12 +43,14 @@ SERVED: dict[str, dict[DeviceInfo, tuple[int, ...]]] = {
     "SAGE_ATTN": dict.fromkeys((H100, RTX_5090), HEAD_SIZES[:8]),
     "SAGE_ATTN_3": {RTX_5090: (64, 128)},
     "AITER_QUANT_ATTN": {MI300: (128,)},
+    "FASTVIDEO_VSA": dict.fromkeys(MACHINES, HEAD_SIZES),  # torch's executor takes what Triton's does not
+    "RAINFUSION_ATTN": dict.fromkeys(MACHINES, HEAD_SIZES),
 }
 
 
 def answer(config: object, head_size: int, device: DeviceInfo) -> tuple[str, str]:
     try:
-        return "accepted", select(ask(head_size=head_size), choose(config), device).label
+        return "accepted", select(ask(head_size=head_size, video_grid=True), choose(config), device).label
     except BackendRejectedError as error:
         return "refused", str(error)
 
@@ -92,7 +95,8 @@ def test_b19_accepted_sizes_are_computed_at_their_own_size(name: str, device: De
             fake_kernels(name, variant),
             use_attention_config({"default": spec}, platform=machine, dtype=dtype),
         ):
-            output = Attention(2, head_size, role="self")(query, key, value)
+            record = with_grid(None, (tokens, tokens)) if kernel.needs_video_grid else None
+            output = Attention(2, head_size, role="self", video_grid=True)(query, key, value, record)
         assert output.shape == query.shape and output.is_contiguous()
         expected = reference_attention(query, key, value)[0]
         torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.gpu.machine import Kernel
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    """The kernel of a parametrised test."""
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """The kernel of a parametrised test, and the grid that its records state where it needs one."""
     chosen: Kernel = request.param
     if reasons := chosen.why_not():
         pytest.skip(f"{chosen}: {'; '.join(reasons)}")
-    return chosen
+    with chosen.kernels():
+        yield chosen

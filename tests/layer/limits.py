@@ -55,8 +55,8 @@ def limits_of(
     may = list(_of_parts(facts, record, lengths, causal))
     (may if record.stated & _PARTS else must).extend(length_limits(facts, lengths, causal))
     (may if _tells_the_host(record) else must).extend(_of_mask(facts, record, causal))
-    if record.stated & _PARTS and not facts.packing:
-        must += [(name,) for name in record.stated & _PARTS]
+    served = _PARTS if facts.packing else {"packed_padding"} if facts.packed_padding else set()
+    must += [(name,) for name in (record.stated & _PARTS) - served]
     return Limits(tuple(must), tuple(may))
 
 
@@ -76,7 +76,8 @@ def length_limits(
 
 def _reasons(facts: KernelFacts, **needs: Any) -> tuple[str, ...]:
     """What the evaluator says, machine and packages left out."""
-    return evaluate(replace(facts, **_ANYWHERE), AttentionRequest(role="self", **needs), _NOWHERE)
+    request = AttentionRequest(role="self", **{"video_grid": True, **needs})
+    return evaluate(replace(facts, **_ANYWHERE), request, _NOWHERE)
 
 
 def _of_geometry(facts: KernelFacts, call: Call, geometry: dict[str, Any]) -> tuple[str, ...]:

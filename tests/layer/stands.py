@@ -7,18 +7,19 @@ backends of limited.py prove it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from omni_attn.backends import registry
-from omni_attn.backends.abstract import AttentionBackend, AttentionImpl
+from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.config import AttentionConfig, AttentionSpec
 from omni_attn.errors import BackendRejectedError, MetadataError
@@ -29,6 +30,8 @@ from omni_attn.platforms.assumed import ASSUMED_NAMES
 from omni_attn.products import build_product
 from omni_attn.selector import use_attention_config
 from omni_attn.testing import fake_device, fake_kernels
+from omni_attn.testing.harness import with_grid
+from omni_attn.testing.standins.log import CallLog
 from tests.layer.limited import LIMITED, limited_kernels
 from tests.layer.limits import Limits, length_limits, limits_of
 
@@ -76,7 +79,7 @@ class Stand:
     def platform(self) -> OmniPlatform:
         """The first assumed machine, CPU first, on which this backend runs a plain layer."""
         packages = {p.distribution: p.minimum or "1.0" for p in self.facts.packages}
-        request = AttentionRequest(role="self", num_heads=4, head_size=HEAD_SIZE)
+        request = AttentionRequest(role="self", num_heads=4, head_size=HEAD_SIZE, video_grid=True)
         for name in ("cpu", *ASSUMED_NAMES):
             device = fake_device(name, packages=packages, cudnn=CUDNN)
             platform = current_omni_platform(device)
@@ -87,8 +90,20 @@ class Stand:
                 return platform
         raise AssertionError(f"no assumed machine runs {self}")
 
-    def kernels(self) -> AbstractContextManager[Any]:
-        return limited_kernels(self.name) if self.name in LIMITED else fake_kernels(self.name, self.variant)
+    @contextmanager
+    def kernels(self, *, publishes_grid: bool = True) -> Iterator[CallLog]:
+        """Stand-in kernels; and the grid that a video model states, for recipes which are about something else."""
+        stand_ins: AbstractContextManager[CallLog] = (
+            limited_kernels(self.name) if self.name in LIMITED else fake_kernels(self.name, self.variant)
+        )
+        with ExitStack() as stack:
+            if publishes_grid and self.facts.needs_video_grid:
+                stack.enter_context(published_grid(self.builder_cls))
+            yield stack.enter_context(stand_ins)
+
+    @property
+    def builder_cls(self) -> type[AttentionMetadataBuilder]:
+        return self.backend.get_impl_cls().builder_cls or self.backend.get_builder_cls()
 
     def lengths(self, queries: int, keys: int) -> tuple[int, int]:
         """The nearest lengths from these on that this backend takes, for recipes that are not about lengths."""
@@ -111,7 +126,8 @@ class Stand:
 
     def accepts(self, **needs: Any) -> bool:
         """Whether a layer with these needs would be built on this backend's machine."""
-        request = AttentionRequest(**{"role": "self", "num_heads": 4, "head_size": HEAD_SIZE, **needs})
+        usual = {"role": "self", "num_heads": 4, "head_size": HEAD_SIZE, "video_grid": True}
+        request = AttentionRequest(**{**usual, **needs})
         return not self.backend.validate_configuration(request, self.platform.device, self.spec)
 
     def limits(
@@ -128,7 +144,7 @@ class Stand:
     def layer(self, num_heads: int, head_size: int, *, role: str = "self", **needs: Any) -> Attention:
         """A layer that chose this backend by name. Call it with the kernels in place."""
         with use_attention_config(self.config, platform=self.platform):
-            return Attention(num_heads, head_size, role=role, **needs)
+            return Attention(num_heads, head_size, role=role, **{"video_grid": True, **needs})
 
     def impl(self, num_heads: int, head_size: int, **geometry: Any) -> tuple[AttentionImpl, Any]:
         """The impl in itself, with its builder: no layer, and so no rule on dtypes."""
@@ -141,9 +157,7 @@ class Stand:
             "variant": self.variant,
             **geometry,
         }
-        impl_cls = self.backend.get_impl_cls()
-        builder_cls = impl_cls.builder_cls or self.backend.get_builder_cls()
-        return impl_cls(**arguments), builder_cls(**arguments)
+        return self.backend.get_impl_cls()(**arguments), self.builder_cls(**arguments)
 
     def run_impl(
         self,
@@ -194,6 +208,24 @@ class Stand:
         """Asserts that a call is refused by name, in the words of one of its limits."""
         text = refusal_of(call)
         assert self.name in text and limits.told_by(text), (text, limits)
+
+
+@contextmanager
+def published_grid(builder_cls: type[AttentionMetadataBuilder]) -> Iterator[None]:
+    """Every record that this builder is given states a grid, and that all tiles are kept; see with_grid.
+
+    No video is too short for the sparse kernel meanwhile, where a builder has such a rule.
+    """
+    build = builder_cls.build
+    length_rule = {"min_video_blocks": 0} if hasattr(builder_cls, "min_video_blocks") else {}
+
+    def build_with_grid(
+        self: AttentionMetadataBuilder, record: AttentionMetadata, lengths: tuple[int, int]
+    ) -> Any:
+        return build(self, with_grid(record, lengths), lengths)
+
+    with patch.multiple(builder_cls, build=build_with_grid, **length_rule):
+        yield
 
 
 def load(name: str, path: str | None = None) -> type[AttentionBackend]:

@@ -74,6 +74,7 @@ NEEDS: dict[str, tuple[dict[str, Any], Callable[[KernelFacts], bool], str]] = {
         lambda facts: facts.causal_with_mask and facts.causal and "padding" in facts.mask_kinds,
         "attn_mask|causal",
     ),
+    "no video grid": ({"video_grid": False}, lambda facts: not facts.needs_video_grid, "video grid"),
     "float64": ({"dtype": "float64"}, lambda facts: "float64" in facts.dtypes, "float64"),
 }
 
@@ -116,9 +117,9 @@ def test_another_machine_is_refused_by_name(stand: Stand, name: str) -> None:
     device = fake_device(name, packages=packages, cudnn=CUDNN)
     with stand.kernels(), use_attention_config(stand.config, platform=current_omni_platform(device)):
         if _fits(stand.facts, device):
-            assert Attention(4, HEAD_SIZE, role="self").impl is not None
+            assert Attention(4, HEAD_SIZE, role="self", video_grid=True).impl is not None
             return
-        text = refusal_of(lambda: Attention(4, HEAD_SIZE, role="self"))
+        text = refusal_of(lambda: Attention(4, HEAD_SIZE, role="self", video_grid=True))
     assert stand.name in text and name in text
 
 

@@ -78,7 +78,7 @@ def test_custom_attention_has_a_row() -> None:
 def test_text_and_json_say_what_the_layer_says(stand: Stand) -> None:
     with stand.kernels():
         layer = stand.layer(4, HEAD_SIZE)
-    prepare_attention(layer, {"self": AttentionMetadata()}, {"self": stand.lengths(3, 4)})
+        prepare_attention(layer, {"self": AttentionMetadata()}, {"self": stand.lengths(3, 4)})
     report = attention_report(layer)
     text, plain = str(report), json.loads(json.dumps(report.to_dict()))
     for part in ('"self"', layer.route, "default", stand.name):

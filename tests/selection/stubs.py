@@ -182,12 +182,13 @@ def registered(*pairs: tuple[str, str | type[AttentionBackend]]) -> Iterator[Non
 
 
 def ask(role: str = "self", **needs: Any) -> AttentionRequest:
-    """A layer of Wan's size in bfloat16 that passes no masks, and whatever else is needed."""
+    """A layer of Wan's size in bfloat16 that passes no masks, and whatever else is needed; "self" has a grid."""
     usual: dict[str, Any] = {
         "num_heads": 12,
         "head_size": 128,
         "dtype": "bfloat16",
         "mask_usage": "never",
+        "video_grid": role == "self",
     }
     return AttentionRequest(role=role, **(usual | needs))
 

@@ -14,6 +14,7 @@ from omni_attn.tuning import clocks
 from omni_attn.tuning.bench import ShapeResults, bench, mean_default_ratio
 from omni_attn.tuning.candidates import candidates_for, every_spec, specs_named
 from omni_attn.tuning.cases import case_of_shape
+from omni_attn.tuning.measure import measure
 from omni_attn.tuning.shapes import SHAPES
 from tests.selection.stubs import registered
 from tests.tuning.stubs import (
@@ -242,7 +243,7 @@ def test_a_default_that_was_left_out_has_no_ratio() -> None:
 
 def test_a_large_shape_is_refused_on_a_cpu_with_an_estimate() -> None:
     text = (
-        r"wan-14b-720p: 75600 x 75600 .* on a CPU: about \d+ (minutes|hours|days) for 10 calls of 117 TFLOP"
+        r"wan-14b-720p: 75600 x 75600 .* on a CPU: about \d+ (minutes|hours|days) for \d+ calls of 117 TFLOP"
     )
     with pytest.raises(ConfigError, match=text):
         next(bench([SHAPES["tiny"], SHAPES["wan-14b-720p"]], cpu(), CPU, "float32", rounds=7))
@@ -257,3 +258,19 @@ def test_memory_is_checked_before_a_gpu_is_filled(monkeypatch: pytest.MonkeyPatc
         ConfigError, match=r"Measuring wan-14b-720p .* needs \d+\.\d+ GiB on cuda, and 1.00 GiB"
     ):
         check_cost(case, torch.device("cuda"), 1)
+
+
+def test_a_sparse_backend_tells_the_route_around_its_kernel() -> None:
+    """The tiny video has four tiles, which are all kept: what was measured is dense attention, and the row says so."""
+    found = measured("TORCH_SDPA", "FASTVIDEO_VSA")
+    result = found["FASTVIDEO_VSA (torch)"]
+    assert result.status == "measured" and result.error is not None and result.error < 1e-6
+    assert result.route is not None and "SDPA" in result.route and "all 4 tiles" in result.route
+    assert found["TORCH_SDPA"].route is None and result.to_dict()["route"] == result.route
+
+
+def test_a_sparse_backend_is_not_measured_without_a_grid() -> None:
+    case = replace(case_of_shape(SHAPES["tiny"], "float32"), grid=None)
+    candidates = candidates_for(case.request, cpu(), specs_named(["FASTVIDEO_VSA:torch"], cpu()))
+    (result,) = measure(case, candidates, cpu(), CPU, rounds=1)
+    assert result.status == "refused" and "grid" in result.reason and "random" in result.reason

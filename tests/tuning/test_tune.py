@@ -83,6 +83,13 @@ def test_a_choice_with_options_is_a_candidate_of_its_own() -> None:
     assert found.roles[0].calls[0].results[-1].status == "refused"
 
 
+def test_a_sparse_choice_is_kept() -> None:
+    """Nothing here can tell what it loses, so nothing replaces it; roles that it cannot serve are measured."""
+    found = tuned({"default": {"backend": "FASTVIDEO_VSA", "fastvideo_vsa": {"sparsity": 0.9}}})
+    assert set(winners(found)) == {"cross"}
+    assert set(found.unmeasured) == {"self"} and "the file chooses FASTVIDEO_VSA" in found.unmeasured["self"]
+
+
 def test_a_large_pipeline_is_refused_on_a_cpu() -> None:
     config = PipelineConfig.model_validate({"pipeline": "wan", "model": "wan2.1-t2v-14b"})
     with pytest.raises(ConfigError, match=r"self: 32760 x 32760 .* on a CPU: about"):

@@ -141,3 +141,11 @@ def test_after_a_device_error_nobody_is_blamed(only: Any, monkeypatch: pytest.Mo
         found = list(only("WRONG_TEST", "PLAIN_TEST").values())
     assert found[0].failed and not found[0].reasons
     assert found[1].reasons == ("not run: the device is in an error state since WRONG_TEST",)
+
+
+def test_a_backend_that_selects_tiles_is_verified_with_all_of_them(only: Any) -> None:
+    found = only("FASTVIDEO_VSA")
+    torch_executor = found["FASTVIDEO_VSA:torch"]
+    assert torch_executor.result == "right" and torch_executor.allowed == 1e-5, torch_executor.failed
+    assert len(torch_executor.passed) >= 18
+    assert "needs a cuda" in " ".join(found["FASTVIDEO_VSA:fa3"].reasons)

@@ -9,16 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omni_attn.models.wan.config import WAN_PRESETS, WanConfig, WanPreset
+    from omni_attn.models.wan.config import WanConfig
     from omni_attn.models.wan.model import WanModel
     from omni_attn.models.wan.pipeline import Wan22Pipeline
+    from omni_attn.models.wan.presets import WAN_PRESETS, WanPreset
 
 _HOME = {
-    "WAN_PRESETS": "config",
+    "WAN_PRESETS": "presets",
     "Wan22Pipeline": "pipeline",
     "WanConfig": "config",
     "WanModel": "model",
-    "WanPreset": "config",
+    "WanPreset": "presets",
 }
 
 __all__ = ["WAN_PRESETS", "Wan22Pipeline", "WanConfig", "WanModel", "WanPreset"]

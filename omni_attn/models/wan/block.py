@@ -49,19 +49,24 @@ class WanAttention(nn.Module):
 
 
 class WanSelfAttention(WanAttention):
-    """Video tokens among themselves, with rotary positions."""
+    """Video tokens among themselves, with rotary positions; in some checkpoints with gates for the coarse output of
+    video sparse attention, which are read by backends that have a coarse output.
+    """
 
     def __init__(self, config: WanConfig, prefix: str) -> None:
         super().__init__(config)
+        self.to_gate_compress = nn.Linear(config.dim, config.dim) if config.gate_compress else None
         self.attention = Attention(
             *self.heads, role="self", role_category="self", mask_usage="never", video_grid=True, prefix=prefix
         )
 
     def forward(self, input_BSC: Tensor, rope: RopeTable, records: Records) -> Tensor:
         query, key, value = self.project(input_BSC, input_BSC)
-        return self.project_out(
-            self.attention(apply_rope(query, rope), apply_rope(key, rope), value, records["self"])
-        )
+        record = records["self"]
+        if self.to_gate_compress is not None and self.attention.reads("gate_compress"):
+            gate = self.to_gate_compress(input_BSC).unflatten(2, self.heads)  # neither norm nor positions
+            record = record.with_layer_inputs(gate_compress=gate)
+        return self.project_out(self.attention(apply_rope(query, rope), apply_rope(key, rope), value, record))
 
 
 class WanCrossAttention(WanAttention):

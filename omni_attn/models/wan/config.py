@@ -1,7 +1,7 @@
 """What a Wan transformer is made of, and the published configurations by name.
 
-Field names are those of the `config.json` that diffusers writes beside the weights. This module imports no
-torch.
+Field names are those of the `config.json` that diffusers writes beside the weights; `gate_compress` is ours. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ Grid = tuple[int, int, int]  # frames, height, width in tokens
 _ABSENT_IN_OLDER_FILES: Mapping[str, Any] = MappingProxyType(
     {"image_dim": None, "added_kv_proj_dim": None, "pos_embed_seq_len": None, "rope_max_seq_len": 1024}
 )
+_OURS = "gate_compress"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanConfig:
-    """Parameters of one Wan transformer. There are no defaults: a model is described whole.
+    """Parameters of one Wan transformer. What diffusers knows has no defaults: a model is described whole.
+
+    `gate_compress`: self-attention has learned gates of video sparse attention (FastWan). Files do not say so, weights
+    do: see `omni_attn.models.wan.gates`.
 
     Raises:
         ConfigError: a value has the wrong type, is not supported, or contradicts another one; all problems at
@@ -52,6 +56,7 @@ class WanConfig:
     added_kv_proj_dim: int | None
     rope_max_seq_len: int
     pos_embed_seq_len: int | None
+    gate_compress: bool = False
 
     def __post_init__(self) -> None:
         if problems := (_type_problems(self) or _value_problems(self)):
@@ -84,6 +89,10 @@ class WanConfig:
             lengths["cross.image"] = (tokens, self.num_image_tokens if image_tokens is None else image_tokens)
         return lengths
 
+    def to_diffusers(self) -> dict[str, Any]:
+        """Arguments of diffusers' WanTransformer3DModel, which has no gates."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != _OURS}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "Wan config") -> WanConfig:
         """The configuration in a parsed `config.json`.
@@ -91,7 +100,7 @@ class WanConfig:
         Keys that start with an underscore are diffusers' own notes and are ignored, except that a
         `_class_name` other than `WanTransformer3DModel` is refused. `sparse_attention_config` says nothing
         about the transformer and is read elsewhere (omni_attn.calibration). `out_channels: null` means in_channels,
-        as in diffusers.
+        as in diffusers. `gate_compress` may be there; without it, weights decide.
 
         Args:
             values: the parsed file.
@@ -113,7 +122,11 @@ class WanConfig:
             if not key.startswith("_") and key != CALIBRATION_SECTION
         }
         problems = [f"{source}: {_unknown_key(key, fields)}" for key in given if key not in fields]
-        complete = {**_ABSENT_IN_OLDER_FILES, **{key: given[key] for key in given if key in fields}}
+        complete = {
+            **_ABSENT_IN_OLDER_FILES,
+            _OURS: False,
+            **{key: given[key] for key in given if key in fields},
+        }
         problems += [
             f"{source}: {key} is missing. Add it: a Wan transformer has no default."
             for key in fields
@@ -151,7 +164,7 @@ def _type_problems(config: WanConfig) -> list[str]:
                     isinstance(value, tuple) and len(value) == 3 and all(_is_int(p) and p > 0 for p in value)
                 )
                 wanted = "three positive integers (frames, height, width)"
-            case "cross_attn_norm":
+            case "cross_attn_norm" | "gate_compress":
                 fits, wanted = isinstance(value, bool), "true or false"
             case "qk_norm":
                 fits = value == "rms_norm_across_heads"
@@ -195,100 +208,3 @@ def _value_problems(config: WanConfig) -> list[str]:
             "image tokens only. Set it to null."
         )
     return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class WanPreset:
-    """A published Wan pipeline: its transformer(s), and what the pipeline around them must know.
-
-    `boundary_ratio` is the fraction of the 1000 training steps from which the high-noise expert works (None:
-    one expert). `expand_timesteps`: every token has its own timestep (TI2V). `flow_shift` is the scheduler's
-    shift. `vae_spatial` and `vae_temporal` are pixels and frames per latent pixel and latent frame. An
-    image-conditioned model with 36 input channels reads [latent 16, mask 4, condition latent 16] in that
-    order.
-    """
-
-    name: str
-    transformer: WanConfig
-    boundary_ratio: float | None
-    expand_timesteps: bool
-    vae_spatial: int
-    vae_temporal: int
-    flow_shift: float
-
-    @property
-    def num_experts(self) -> int:
-        return 1 if self.boundary_ratio is None else 2
-
-
-def _wan(
-    heads: int, ffn_dim: int, layers: int, *, in_channels: int = 16, out_channels: int = 16
-) -> WanConfig:
-    return WanConfig(
-        patch_size=(1, 2, 2),
-        num_attention_heads=heads,
-        attention_head_dim=128,
-        in_channels=in_channels,
-        out_channels=out_channels,
-        text_dim=4096,
-        freq_dim=256,
-        ffn_dim=ffn_dim,
-        num_layers=layers,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        eps=1e-6,
-        image_dim=None,
-        added_kv_proj_dim=None,
-        rope_max_seq_len=1024,
-        pos_embed_seq_len=None,
-    )
-
-
-def _preset(
-    name: str,
-    transformer: WanConfig,
-    *,
-    flow_shift: float,
-    boundary_ratio: float | None = None,
-    expand_timesteps: bool = False,
-    vae_spatial: int = 8,
-) -> WanPreset:
-    return WanPreset(
-        name=name,
-        transformer=transformer,
-        boundary_ratio=boundary_ratio,
-        expand_timesteps=expand_timesteps,
-        vae_spatial=vae_spatial,
-        vae_temporal=4,
-        flow_shift=flow_shift,
-    )
-
-
-_T2V_14B = _wan(40, 13824, 40)
-_I2V_A14B = _wan(40, 13824, 40, in_channels=36)  # 2.2 conditions on channels alone
-_I2V_14B = dataclasses.replace(_I2V_A14B, image_dim=1280, added_kv_proj_dim=5120)
-_FLF2V_14B = dataclasses.replace(_I2V_14B, pos_embed_seq_len=2 * CLIP_TOKENS)
-_TINY = dataclasses.replace(_wan(4, 256, 4), attention_head_dim=32, text_dim=64, freq_dim=64)
-
-# Shifts are those of 480p, except the first-last-frame and A14B models, which were published for 720p.
-WAN_PRESETS: Mapping[str, WanPreset] = MappingProxyType(
-    {
-        preset.name: preset
-        for preset in (
-            _preset("wan2.1-t2v-1.3b", _wan(12, 8960, 30), flow_shift=3.0),
-            _preset("wan2.1-t2v-14b", _T2V_14B, flow_shift=3.0),
-            _preset("wan2.1-i2v-14b", _I2V_14B, flow_shift=3.0),
-            _preset("wan2.1-flf2v-14b", _FLF2V_14B, flow_shift=5.0),
-            _preset("wan2.2-t2v-a14b", _T2V_14B, flow_shift=12.0, boundary_ratio=0.875),
-            _preset("wan2.2-i2v-a14b", _I2V_A14B, flow_shift=5.0, boundary_ratio=0.9),
-            _preset(
-                "wan2.2-ti2v-5b",
-                _wan(24, 14336, 30, in_channels=48, out_channels=48),
-                flow_shift=5.0,
-                expand_timesteps=True,
-                vae_spatial=16,
-            ),
-            _preset("wan-tiny", _TINY, flow_shift=3.0),
-        )
-    }
-)

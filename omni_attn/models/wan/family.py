@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +13,9 @@ from omni_attn.config import PipelineConfig
 from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.calibration import calibrate, read_calibrations
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
-from omni_attn.models.wan.conditions import Stream, seeded_generator
+from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings, Stream, seeded_generator
+from omni_attn.models.wan.dmd import dmd_generation
+from omni_attn.models.wan.gates import unread_gates_note
 from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.needs import check_fits
 from omni_attn.models.wan.pipeline import Wan22Pipeline
@@ -40,7 +44,10 @@ def build_meta_model(config: PipelineConfig) -> nn.ModuleDict:
     source = load_source(config.model)
     with torch.device("meta"):
         model = nn.ModuleDict(
-            {name: WanModel(expert) for name, expert in zip(_NAMES, source.experts, strict=False)}
+            {
+                name: WanModel(expert, is_dmd=source.is_dmd)
+                for name, expert in zip(_NAMES, source.experts, strict=False)
+            }
         )
     _calibrate(model, source)
     return model
@@ -50,13 +57,71 @@ def attention_lengths(config: PipelineConfig) -> dict[str, tuple[int, int]]:
     """Role -> (query tokens, key tokens) of the requested video.
 
     Raises:
-        ConfigError: the model is unknown, or a size does not fit it.
+        ConfigError: the model is unknown, a size does not fit it, or it cannot be sampled as asked.
     """
-    return load_source(config.model).attention_lengths(config.generation)
+    source = load_source(config.model)
+    generation, _ = dmd_generation(config.generation, source)
+    return source.attention_lengths(generation)
 
 
-def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResult:
-    """Denoise a video and write it: latents, a contact sheet and, with a VAE, its frames.
+def number_of_steps(config: PipelineConfig) -> int:
+    """Denoising steps of the run; those a distilled checkpoint is made for, where it is one.
+
+    Raises:
+        ConfigError: the model is unknown, or it cannot be sampled as asked.
+    """
+    generation, _ = dmd_generation(config.generation, load_source(config.model))
+    return generation.num_inference_steps
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRun:
+    """A pipeline with its weights on the device, and all that it denoises from.
+
+    Attributes:
+        config: what was asked for, with the steps of a distilled checkpoint where it left them out.
+        source: the pipeline's description.
+        pipeline: the transformers with their sampler.
+        model: every transformer by its name, for reports.
+        folder: for results; it exists.
+        vae: what decodes the latents, None without one.
+        prompt, condition: what the video is made from.
+        notes: what was filled in.
+        device, dtype: where and in what it runs.
+    """
+
+    config: PipelineConfig
+    source: WanSource
+    pipeline: Wan22Pipeline
+    model: nn.ModuleDict
+    folder: Path
+    vae: Any | None
+    prompt: PromptEmbeddings
+    condition: ImageCondition | None
+    notes: tuple[str, ...]
+    device: torch.device
+    dtype: str
+
+    def denoise(self, *, progress: Progress = no_progress) -> torch.Tensor:
+        """Latents [1, C, T, H, W] float32 from seeded noise."""
+        generation = self.config.generation
+        generator = seeded_generator(generation.seed, Stream.NOISE)
+        shape = self.source.geometry(generation).latent
+        noise = torch.randn((1, self.source.latent_channels, *shape), generator=generator)
+        return self.pipeline(
+            self.prompt,
+            noise.to(self.device),
+            num_inference_steps=generation.num_inference_steps,
+            guidance_scale=generation.guidance_scale,
+            guidance_scale_2=generation.guidance_scale_2,
+            condition=self.condition,
+            generator=generator,
+            progress=progress,
+        )
+
+
+def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> PreparedRun:
+    """Everything before the first denoising step.
 
     Everything that can be refused is refused before weights are allocated.
 
@@ -65,7 +130,9 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         BackendRejectedError, NoBackendError, BackendImportError: a role's attention cannot run here.
         MissingExtraError: a library of the `pipelines` extra is not installed.
     """
-    source, generation = load_source(config.model), config.generation
+    source = load_source(config.model)
+    generation, step_notes = dmd_generation(config.generation, source)
+    config = config.model_copy(update={"generation": generation})
     geometry = source.geometry(generation)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device.type)
@@ -87,25 +154,35 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
         boundary_ratio=source.boundary_ratio,
         expand_timesteps=source.expand_timesteps,
     )
-    generator = seeded_generator(generation.seed, Stream.NOISE)
-    noise = torch.randn((1, source.latent_channels, *geometry.latent), generator=generator)
-    latents = pipeline(
-        prompt,
-        noise.to(device),
-        num_inference_steps=generation.num_inference_steps,
-        guidance_scale=generation.guidance_scale,
-        guidance_scale_2=generation.guidance_scale_2,
-        condition=condition,
-        generator=generator,
-        progress=progress,
+    notes = (
+        *source.notes,
+        *weight_notes,
+        *step_notes,
+        *prompt_notes,
+        *image_notes,
+        *unread_gates_note(model),
     )
-    notes = (*source.notes, *weight_notes, *prompt_notes, *image_notes)
+    return PreparedRun(config, source, pipeline, model, folder, vae, prompt, condition, notes, device, dtype)
+
+
+def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResult:
+    """Denoise a video and write it: latents, a contact sheet and, with a VAE, its frames.
+
+    Raises:
+        ConfigError, BackendRejectedError, NoBackendError, BackendImportError, MissingExtraError: see prepare.
+    """
+    ready = prepare(config, progress=progress)
+    latents = ready.denoise(progress=progress)
+    notes = ready.notes
     if not latents.isfinite().all():
         notes += (
-            f"the latents hold numbers that are not finite: {dtype} was too narrow, or a kernel is broken",
+            f"the latents hold numbers that are not finite: {ready.dtype} was too narrow, or a kernel is broken",
         )
-    files = write_results(folder, latents, config, source, vae, model, type(scheduler).__name__, notes)
-    return RunResult(model, folder, files, notes, device, dtype)
+    scheduler_name = type(ready.pipeline.scheduler).__name__
+    files = write_results(
+        ready.folder, latents, ready.config, ready.source, ready.vae, ready.model, scheduler_name, notes
+    )
+    return RunResult(ready.model, ready.folder, files, notes, ready.device, ready.dtype)
 
 
 def _load_weights(
@@ -120,7 +197,9 @@ def _load_weights(
     experts = []
     for name, stream in zip(_NAMES[: len(source.experts)], _WEIGHT_STREAMS, strict=False):
         if source.folder is not None:
-            expert = WanModel.from_pretrained(source.folder / name, device=device, dtype=dtype)
+            expert = WanModel.from_pretrained(
+                source.folder / name, device=device, dtype=dtype, is_dmd=source.is_dmd
+            )
         else:
             expert = cast(WanModel, model[name])
             materialise_seeded(expert, seeded_generator(seed, stream, device), dtype, progress)

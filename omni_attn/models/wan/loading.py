@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from omni_attn.errors import ConfigError
+from omni_attn.models.wan.gates import is_gate
+
+WEIGHTS = (
+    "diffusion_pytorch_model"  # what the files of a transformer's weights are called, without their ending
+)
 
 # Parts of a name whose parameters stay in float32, as diffusers' `_keep_in_fp32_modules` has it.
 _FLOAT32_PARTS = frozenset({"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"})
@@ -56,6 +61,7 @@ _ALIASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(blocks\.\d+)\.self_attn_residual_norm\.norm\.", r"\1.norm2."),
         (r"(blocks\.\d+)\.ffn\.fc_in\.", r"\1.ffn.net.0.proj."),
         (r"(blocks\.\d+)\.ffn\.fc_out\.", r"\1.ffn.net.2."),
+        (r"(blocks\.\d+)\.to_gate_compress\.", r"\1.attn1.to_gate_compress."),  # FastWan's, on disk as well
     )
 )
 # Original Wan calls cross-attention's norm norm3 and the feed-forward's norm2; diffusers swaps them.
@@ -88,19 +94,18 @@ def convert_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     the loader to refuse.
 
     Raises:
-        ConfigError: two keys give one weight different values, a fused projection cannot be split, or the
-            checkpoint holds gates of video sparse attention, which this model has no layer for.
+        ConfigError: two keys give one weight different values, or one gate twice; or a fused projection cannot be
+            split.
     """
-    if gates := [name for name in state if ".to_gate_compress." in name]:
-        raise ConfigError(
-            f"the checkpoint holds {len(gates)} gate weights of video sparse attention ({gates[0]}, ...), "
-            "and this model has no gates: without them it would give a poor video. Use a checkpoint "
-            "without to_gate_compress."
-        )
     is_original = any(_ORIGINAL_ONLY.match(name) for name in state)
     converted: dict[str, Tensor] = {}
     for key, tensor in state.items():
         for name, part in _split_fused(_rename(key, is_original), tensor):
+            if name in converted and is_gate(name):
+                raise ConfigError(
+                    f"two keys of the checkpoint give {name}, the second is {key}. Keep one: it is unclear which of "
+                    "the two was trained."
+                )
             if name in converted and not torch.equal(converted[name], part):
                 raise ConfigError(
                     f"two keys of the checkpoint give {name} different values, the second is {key}. Keep "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -23,8 +24,9 @@ from omni_attn.models.layers import modulated_layer_norm
 from omni_attn.models.wan.block import Records, WanBlock
 from omni_attn.models.wan.config import Grid, WanConfig
 from omni_attn.models.wan.embeddings import ConditionEmbedder, PatchEmbedding
+from omni_attn.models.wan.gates import check_gates, has_gates
 from omni_attn.models.wan.inputs import check_inputs
-from omni_attn.models.wan.loading import convert_state_dict, is_ignored, keeps_float32
+from omni_attn.models.wan.loading import WEIGHTS, convert_state_dict, is_ignored, keeps_float32
 from omni_attn.models.wan.rope import RopeCache
 from omni_attn.platforms import current_omni_platform
 from omni_attn.selector import current_scope, use_attention_config
@@ -35,11 +37,17 @@ class WanModel(nn.Module):
 
     Built inside `use_attention_config(...)`, each attention layer takes the backend that is configured for
     its role.
+
+    Args:
+        config: what it is made of.
+        is_dmd: its weights are distilled to a few steps (FastWan). Its pipeline then takes the steps of
+            `omni_attn.models.wan.dmd`, and video sparse attention keeps its coarse output even where all blocks are
+            selected.
     """
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanConfig, *, is_dmd: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.is_dmd = config, is_dmd
         self.patch_embedding = PatchEmbedding(config)
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(WanBlock(config, f"blocks.{index}") for index in range(config.num_layers))
@@ -54,17 +62,20 @@ class WanModel(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        is_dmd: bool = False,
     ) -> WanModel:
         """The model in a transformer's own folder: config.json beside safetensors, whole or sharded.
 
         Weights are read one at a time into a model without storage, so nothing is held twice. The time
-        embedder, norms and modulation tables stay in float32, as the published models were trained.
+        embedder, norms and modulation tables stay in float32, as the published models were trained. The model has
+        gates of video sparse attention where the weights have them.
 
         Args:
             folder: as diffusers' `save_pretrained` writes it; original Wan names are understood as well.
             device: where the weights go, and what attention backends are selected for. None: to the CPU, and
                 backends are selected for the device of `use_attention_config`, or this machine's best one.
             dtype: of all other weights, a torch dtype or its name; as stored if None.
+            is_dmd: see the class; only model_index.json, in the folder above, tells.
 
         Raises:
             ConfigError: files are missing or broken, or the weights do not fit config.json; all problems at
@@ -73,9 +84,12 @@ class WanModel(nn.Module):
         target = None if dtype is None else resolve_float(dtype)
         source, values = os.path.join(folder, "config.json"), read_json(folder, "config.json")
         config, calibration = WanConfig.from_dict(values, source=source), read_calibration(values, source)
-        state = convert_state_dict(read_safetensors(folder, "diffusion_pytorch_model"))
+        state = convert_state_dict(read_safetensors(folder, WEIGHTS))
+        check_gates(config, state, str(folder))
+        if "gate_compress" not in values:
+            config = replace(config, gate_compress=has_gates(state))
         with torch.device("meta"), _select_for(device, target or _stored_dtype(state)):
-            model = cls(config)
+            model = cls(config, is_dmd=is_dmd)
         if calibration is not None:
             calibrate(model, {"": calibration})
         assign_weights(
@@ -104,7 +118,8 @@ class WanModel(nn.Module):
         A denoising loop makes them once, and per step hands `record.at_step(...)` to `prepare_attention` and
         `forward`.
         """
-        records = {"self": AttentionMetadata(vsa_dit_seq_shape=grid), "cross": AttentionMetadata()}
+        video = AttentionMetadata(vsa_dit_seq_shape=grid, preserve_vsa_all_blocks=self.is_dmd)
+        records = {"self": video, "cross": AttentionMetadata()}
         if self.config.image_dim is not None:
             records["cross.image"] = AttentionMetadata()
         return records

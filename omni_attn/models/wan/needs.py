@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from omni_attn.errors import ConfigError
 from omni_attn.models import runtime
-from omni_attn.models.checkpoint import resolve_float
+from omni_attn.models.checkpoint import read_safetensors_header, resolve_float
 from omni_attn.models.runtime import GIB, check_memory
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.source import VideoGeometry, WanSource
@@ -32,11 +31,12 @@ def activation_allowance(source: WanSource, geometry: VideoGeometry) -> int:
     """An upper estimate of what one forward holds beside the weights, in bytes.
 
     Per token in float32: twelve times the model's width (residual stream, normed and modulated copy, query, key, value
-    and their rotated forms, attention output), twice the hidden width of the feed-forward, and twelve widths more
-    where every token has its own modulation.
+    and their rotated forms, attention output), twice the hidden width of the feed-forward, twelve widths more where
+    every token has its own modulation, and one more for gates.
     """
     config = source.transformer
     widths = 12 * config.dim + 2 * config.ffn_dim + (12 * config.dim if source.expand_timesteps else 0)
+    widths += config.dim if config.gate_compress else 0
     return 4 * geometry.num_tokens * widths
 
 
@@ -60,14 +60,10 @@ def stored_elements(folder: Path) -> int:
     """
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(min(length, size))
+        header = read_safetensors_header(path)
         try:
-            header = json.loads(text)
-            total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            total += sum(math.prod(entry["shape"]) for entry in header.values())
+        except (TypeError, KeyError) as error:
             raise ConfigError(
                 f"{path} is not a whole safetensors file. Fetch or save the checkpoint again."
             ) from error

@@ -18,6 +18,7 @@ from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
 from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings
+from omni_attn.models.wan.dmd import check_dmd_call, check_dmd_scheduler, set_dmd_timesteps
 from omni_attn.models.wan.loop import LoopInputs, build_loop_inputs
 from omni_attn.models.wan.model import WanModel
 
@@ -27,8 +28,10 @@ class Wan22Pipeline:
     """Wan 2.1 and 2.2 video generation in latent space, with any flow-matching scheduler of diffusers.
 
     Attributes:
-        transformer: the only expert, or the one for high noise.
-        scheduler: a diffusers scheduler that reads a flow velocity (UniPCMultistepScheduler, FlowMatchEuler...).
+        transformer: the only expert, or the one for high noise. If it is distilled (`is_dmd`), it is sampled in the
+            steps it was distilled for, without guidance.
+        scheduler: a diffusers scheduler that reads a flow velocity (UniPCMultistepScheduler, FlowMatchEuler...);
+            `build_dmd_scheduler()` for a distilled transformer.
         transformer_2: the low-noise expert.
         boundary_ratio: `transformer` serves timesteps >= boundary_ratio * num_train_timesteps, `transformer_2` the
             others; None exactly if there is one expert.
@@ -48,6 +51,8 @@ class Wan22Pipeline:
                 f"{'absent' if self.transformer_2 is None else 'given'}; the ratio says where transformer_2 takes "
                 "over, so give both or neither."
             )
+        if self.transformer.is_dmd:
+            check_dmd_scheduler(self.scheduler, two_experts=self.transformer_2 is not None)
 
     @torch.inference_mode()
     def __call__(
@@ -55,8 +60,8 @@ class Wan22Pipeline:
         prompt: PromptEmbeddings,
         latents: torch.Tensor,
         *,
-        num_inference_steps: int = 50,
-        guidance_scale: float = 5.0,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         guidance_scale_2: float | None = None,
         condition: ImageCondition | None = None,
         generator: torch.Generator | None = None,
@@ -67,8 +72,9 @@ class Wan22Pipeline:
         Args:
             prompt: [1 or B, L, E] embeddings; `negative` is read where a guidance scale is above 1.
             latents: the noise to start from, [B, C, T, H, W], on the transformers' device.
-            num_inference_steps: steps of the scheduler.
-            guidance_scale: classifier-free guidance; at 1 or below the second forward is skipped.
+            num_inference_steps: steps of the scheduler; None means 50, or those of a distilled transformer.
+            guidance_scale: classifier-free guidance; at 1 or below the second forward is skipped. None means 5, or 1
+                for a distilled transformer.
             guidance_scale_2: the low-noise expert's own scale; None means `guidance_scale`.
             condition: what is known of the video: needed by I2V and FLF2V, optional for TI2V, refused for T2V.
             generator: for schedulers that draw noise in their steps.
@@ -77,12 +83,20 @@ class Wan22Pipeline:
         Raises:
             MetadataError: inputs that do not fit the transformers or one another.
         """
+        if self.transformer.is_dmd:
+            check_dmd_call(num_inference_steps, guidance_scale)
+        if guidance_scale is None:
+            guidance_scale = 1.0 if self.transformer.is_dmd else 5.0
         scales = self._scales(guidance_scale, guidance_scale_2, prompt)
         sample = latents.float()
         inputs = build_loop_inputs(
             self.transformer, sample, prompt, condition, expand_timesteps=self.expand_timesteps
         )
-        self.scheduler.set_timesteps(num_inference_steps, device=sample.device)
+        if self.transformer.is_dmd:
+            set_dmd_timesteps(self.scheduler, sample.device)
+        else:
+            steps = 50 if num_inference_steps is None else num_inference_steps
+            self.scheduler.set_timesteps(steps, device=sample.device)
         if hasattr(self.scheduler, "set_begin_index"):
             self.scheduler.set_begin_index(0)  # saves a device-to-host search for the index in every step
         timesteps = self.scheduler.timesteps

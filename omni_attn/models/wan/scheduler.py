@@ -7,17 +7,23 @@ from typing import Any
 from omni_attn.errors import ConfigError
 from omni_attn.models.checkpoint import load_part, read_json
 from omni_attn.models.runtime import import_extra
+from omni_attn.models.wan.dmd import build_dmd_scheduler
 from omni_attn.models.wan.source import WanSource
 
 
 def load_scheduler(source: WanSource) -> Any:
     """A diffusers scheduler for flow velocities: UniPC for presets, what scheduler/ names for a folder.
 
+    Distilled checkpoints have a sampler of their own (see `omni_attn.models.wan.dmd`), whatever scheduler/ says.
+
     Raises:
         ConfigError: diffusers has no such scheduler or cannot load it, or it reads something else than a flow velocity.
         MissingExtraError: diffusers is not installed.
     """
     diffusers = import_extra("diffusers", "Sampling")
+    if source.is_dmd:
+        assert source.flow_shift is not None  # the source of a distilled checkpoint states it
+        return build_dmd_scheduler(source.flow_shift)
     if source.folder is None:
         return diffusers.UniPCMultistepScheduler(
             num_train_timesteps=1000,

@@ -33,6 +33,7 @@ _CONTENT = 0.5  # size of queries and keys that depend on content, against their
 _REACH = 1.0  # tokens: the standard deviation of the attended neighbourhood
 _TURN = 0.2  # radians per token of the channel pairs that carry positions
 _FEED_FORWARD, _CROSS, _TIME, _TABLE = 0.3, 0.05, 0.1, 0.02  # small, so that they colour the result only
+_GATE = 0.2  # of video sparse attention: its coarse output is the same all over a tile, and tiles would show
 
 
 def materialise_seeded(
@@ -114,6 +115,7 @@ def _fill(
         )
         return weight.copy_(frame.mean.to(weight.device) @ rows)
     gain = _TIME if module.endswith(("time_embedder.linear_2", "time_proj")) else 1.0
+    gain = _GATE if module.endswith("to_gate_compress") else gain
     weight.normal_(0, gain / math.sqrt(weight[0].numel()), generator=generator)
     if module.endswith(("attn1.to_v", "ffn.net.0.proj")):  # what is constant would only shift all colours
         anchor = frame.anchor.to(weight.device, weight.dtype)

@@ -1,22 +1,25 @@
 """Where a Wan pipeline comes from: a preset's name or a diffusers-format folder, described in one record.
 
-Reads only small JSON files: no weights.
+Reads only small JSON files and the names of weights: no weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omni_attn.config import GenerationConfig
 from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
-from omni_attn.models.checkpoint import read_json
-from omni_attn.models.wan.config import WAN_PRESETS, WanConfig
+from omni_attn.models.checkpoint import read_json, stored_names
+from omni_attn.models.wan.config import WanConfig
+from omni_attn.models.wan.gates import has_gates
+from omni_attn.models.wan.loading import WEIGHTS
+from omni_attn.models.wan.presets import DMD_FLOW_SHIFT, WAN_PRESETS
 
-PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
-_DMD_CLASSES = ("WanDMDPipeline", "WanCausalDMDPipeline")
+_DMD_CLASS = "WanDMDPipeline"
+PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", _DMD_CLASS)
 _VAE_CLASS = "AutoencoderKLWan"
 _OPTIONAL_PARTS = ("text_encoder", "tokenizer", "vae", "image_encoder", "image_processor")
 
@@ -42,8 +45,8 @@ class WanSource:
     """A Wan pipeline before anything is built.
 
     `experts` holds one transformer's parameters, or two: high noise, then low noise. `folder` is None for a preset,
-    and `parts` names what a folder has beside transformers and scheduler. `flow_shift` is None for a folder, whose
-    scheduler knows it.
+    and `parts` names what a folder has beside transformers and scheduler. `flow_shift` is None for a folder whose
+    scheduler knows it. `is_dmd`: distilled to a few steps (FastWan), see `omni_attn.models.wan.dmd`.
     """
 
     name: str
@@ -53,6 +56,7 @@ class WanSource:
     vae_spatial: int
     vae_temporal: int
     flow_shift: float | None
+    is_dmd: bool = False
     folder: Path | None = None
     parts: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
@@ -131,6 +135,7 @@ def load_source(model: str) -> WanSource:
             vae_spatial=preset.vae_spatial,
             vae_temporal=preset.vae_temporal,
             flow_shift=preset.flow_shift,
+            is_dmd=preset.is_dmd,
         )
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -146,24 +151,26 @@ def load_source(model: str) -> WanSource:
 def _load_folder(folder: Path) -> WanSource:
     index = _read_index(folder)
     class_name = index.get("_class_name")
-    if class_name in _DMD_CLASSES:
+    if class_name == "WanCausalDMDPipeline":
         raise ConfigError(
-            f"{folder}: a {class_name} checkpoint (FastWan) needs video sparse attention with its own few-step "
-            "sampler, not in this version. Use a WanPipeline checkpoint."
+            f"{folder / 'model_index.json'}: a {class_name} makes a video piece by piece with a key-value cache, which "
+            f"this pipeline does not. Use a {_DMD_CLASS} or WanPipeline checkpoint."
         )
     if class_name not in PIPELINE_CLASSES:
         raise ConfigError(
             f"{folder / 'model_index.json'}: _class_name is {class_name!r}; this pipeline runs "
-            f"{' and '.join(PIPELINE_CLASSES)}. Choose such a checkpoint."
+            f"{', '.join(PIPELINE_CLASSES)}. Choose such a checkpoint."
         )
+    is_dmd = class_name == _DMD_CLASS
     names = ["transformer"] + (["transformer_2"] if _is_listed(index, "transformer_2") else [])
-    experts = tuple(
-        WanConfig.from_dict(
-            _read_json(folder / name / "config.json"), source=str(folder / name / "config.json")
+    experts = tuple(_read_expert(folder / name) for name in names)
+    if is_dmd and len(experts) == 2:
+        raise ConfigError(
+            f"{folder / 'model_index.json'}: a {_DMD_CLASS} with transformer_2, and how two distilled experts share "
+            "three steps is not known here. Use a distilled checkpoint with one transformer."
         )
-        for name in names
-    )
-    _read_json(folder / "scheduler" / "scheduler_config.json")
+    if not is_dmd:  # whose sampler is its own
+        _read_json(folder / "scheduler" / "scheduler_config.json")
     boundary_ratio = index.get("boundary_ratio")
     _check_experts(folder, experts, boundary_ratio)
     parts = frozenset(
@@ -177,11 +184,21 @@ def _load_folder(folder: Path) -> WanSource:
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         vae_spatial=vae_spatial,
         vae_temporal=vae_temporal,
-        flow_shift=None,
+        flow_shift=DMD_FLOW_SHIFT if is_dmd else None,
+        is_dmd=is_dmd,
         folder=folder,
         parts=parts,
         notes=notes,
     )
+
+
+def _read_expert(folder: Path) -> WanConfig:
+    """A transformer's parameters: those in config.json, and whether its weights have gates."""
+    values = _read_json(folder / "config.json")
+    config = WanConfig.from_dict(values, source=str(folder / "config.json"))
+    if "gate_compress" in values:
+        return config
+    return replace(config, gate_compress=has_gates(stored_names(folder, WEIGHTS)))
 
 
 def _check_experts(folder: Path, experts: tuple[WanConfig, ...], boundary_ratio: float | None) -> None:

@@ -18,14 +18,19 @@ from omni_attn.testing.standins.log import CallLog
 @contextmanager
 def flex_stand_in(log: CallLog, variant: str | None) -> Iterator[None]:
     """Puts it in place of what torch.compile makes; no Triton is asked for."""
+    others = flex_kernels.compiled_attend
 
-    def compiled_attend(kind: Hashable) -> Callable[..., Any]:
+    def compiled_attend(
+        kind: Hashable, function: Callable[..., Any] = flex_kernels.attend
+    ) -> Callable[..., Any]:
+        if function is not flex_kernels.attend:
+            return others(kind, function)
         log.calls.append("flex_attention")
         return _attend
 
     with (
         patch.object(flex_kernels, "compiled_attend", compiled_attend),
-        patch.object(flex_kernels, "require_triton", lambda: None),
+        patch.object(flex_kernels, "require_triton", lambda *label: None),
     ):
         yield
 

@@ -172,7 +172,7 @@ import torch
 import omni_attn.models
 for module in pkgutil.walk_packages(omni_attn.models.__path__, "omni_attn.models."):
     importlib.import_module(module.name)
-from omni_attn.models.wan.config import WAN_PRESETS
+from omni_attn.models.wan.presets import WAN_PRESETS
 from omni_attn.models.wan.model import WanModel
 from omni_attn.selector import use_attention_config
 with use_attention_config("TORCH_SDPA", device="cpu"):

@@ -9,7 +9,8 @@ import pytest
 
 from omni_attn.errors import ConfigError
 from omni_attn.models import get_family
-from omni_attn.models.wan.config import WAN_PRESETS, WanConfig
+from omni_attn.models.wan.config import WanConfig
+from omni_attn.models.wan.presets import WAN_PRESETS
 from tests.models.wan.tiny_models import BASE, build_reference, config_of
 
 
@@ -28,7 +29,9 @@ def test_null_out_channels_mean_in_channels() -> None:
 
 
 def test_fields_have_no_defaults_and_do_not_change() -> None:
-    assert all(field.default is dataclasses.MISSING for field in dataclasses.fields(WanConfig))
+    defaults = {field.name: field.default for field in dataclasses.fields(WanConfig)}
+    assert defaults.pop("gate_compress") is False  # files do not have it
+    assert all(default is dataclasses.MISSING for default in defaults.values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         config_of("t2v").num_layers = 3  # type: ignore[misc]
 
@@ -48,6 +51,7 @@ def test_fields_have_no_defaults_and_do_not_change() -> None:
         ({"num_layers": "2"}, "num_layers is '2'"),
         ({"eps": 1}, "eps is 1"),
         ({"cross_attn_norm": 1}, "cross_attn_norm is 1"),
+        ({"gate_compress": 1}, "gate_compress is 1; it must be true or false"),
         ({"patch_size": [2, 2]}, r"patch_size is \(2, 2\)"),
         ({"patch_size": [1, 2, 0]}, r"patch_size is \(1, 2, 0\)"),
         ({"attention_head_dim": 13}, "attention_head_dim is 13.*even"),

@@ -133,27 +133,6 @@ def test_all_kinds_of_misfit_come_together(folder: Path) -> None:
     assert len(caught.value.problems) == 4
 
 
-def gates(*names: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda state: state.update({name: torch.full((24, 24), 0.5) for name in names})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        gates("blocks.0.to_gate_compress.weight", "blocks.1.to_gate_compress.weight"),
-        gates("blocks.0.attn1.to_gate_compress.weight", "blocks.1.attn1.to_gate_compress.weight"),
-        gates("blocks.0.to_gate_compress.weight"),
-    ],
-    ids=["block level", "attention level", "partial"],
-)
-def test_gates_are_refused_and_never_skipped(
-    change: Callable[[dict[str, Tensor]], object], folder: Path
-) -> None:
-    rewrite(folder, change)
-    with pytest.raises(ConfigError, match=r"gate weights of video sparse attention \(blocks\.0\."):
-        WanModel.from_pretrained(folder)
-
-
 def test_the_one_unused_norm_is_ignored_with_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

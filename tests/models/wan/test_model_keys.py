@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from omni_attn.models.wan.config import WAN_PRESETS
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.model import WanModel
+from omni_attn.models.wan.presets import WAN_PRESETS
 
 # Billions of parameters of one transformer.
 PUBLISHED = {
@@ -29,7 +27,7 @@ def test_names_shapes_and_number_of_parameters(name: str) -> None:
     config = WAN_PRESETS[name].transformer
     with torch.device("meta"):
         ours = WanModel(config).state_dict()
-        theirs = WanTransformer3DModel(**dataclasses.asdict(config)).state_dict()
+        theirs = WanTransformer3DModel(**config.to_diffusers()).state_dict()
     assert {key: tensor.shape for key, tensor in ours.items()} == {
         key: tensor.shape for key, tensor in theirs.items()
     }

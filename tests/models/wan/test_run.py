@@ -19,9 +19,9 @@ from omni_attn.errors import BackendRejectedError, ConfigError
 from omni_attn.layer import Attention
 from omni_attn.models import runtime
 from omni_attn.models.wan import family, source
-from omni_attn.models.wan.config import WAN_PRESETS
 from omni_attn.models.wan.family import attention_lengths, build_meta_model, run
 from omni_attn.models.wan.needs import weight_bytes
+from omni_attn.models.wan.presets import WAN_PRESETS
 from omni_attn.selector import collect_attention_requests
 
 SMALL = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 3}
