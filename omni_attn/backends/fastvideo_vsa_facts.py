@@ -148,9 +148,9 @@ _ANYWHERE = ("triton", "flex", "torch")
 _HOPPER = CapabilityRange(minimum=(9, 0), below=(10, 0))
 #: The first row that holds decides; explicit variants do not look at it. Every variant that no row names runs only
 #: where it is chosen by name. Measured on an H200, 10 % of random tiles, raster order to raster order, in ms
-#: (benchmarks/notes/2026-11-30-vsa-h200.md): tile 4 x 8 x 8 at Wan 720p fa3 19.7, triton 21.2, fa4 24.0, FastVideo's
-#: kernels 28.5; at 480p 1.32, 1.34, 1.60, 3.1. Tile 4 x 4 x 4 at 720p triton 26.6, fa3 36.8, FastVideo's 47.2, fa4 144;
-#: at 480p 1.77, 2.45, 3.7, 8.4; flex 6.1. Elsewhere ours leads unmeasured.
+#: (benchmarks/notes/2026-11-30-vsa-h200.md): tile 4 x 8 x 8 at Wan 720p fa3 19.7, triton 21.2, fa4 24.0, fastvideo
+#: 28.5; at 480p 1.32, 1.34, 1.60, 3.1. Tile 4 x 4 x 4 at 720p triton 26.6, fa3 36.8, fastvideo 47.2, fa4 144; at 480p
+#: 1.77, 2.45, 3.7, 8.4; flex 6.1. Elsewhere ours leads unmeasured.
 EXECUTOR_ORDERS = (
     ExecutorOrder(("fa3", "triton", "fa4", "fastvideo", "flex", "torch"), _HOPPER, min_volume=128),
     ExecutorOrder(("triton", "fa3", "fastvideo", "flex", "torch"), _HOPPER),

@@ -5,7 +5,7 @@ Variants are what runs the sparse steps: our executors on every device, MindIE-S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from omni_attn.backends.rainfusion_kernels import load_kernel
 from omni_attn.backends.torch_sdpa_impl import TorchSDPAImpl
 from omni_attn.config import AttentionSpec
 from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, choose_variant
-from omni_attn.ops.block_sparse.rainfusion import Extent, RainFusionLayout
+from omni_attn.ops.block_sparse.rainfusion import Extent, RainFusionCall, RainFusionLayout
 from omni_attn.ops.block_sparse.selection import BlockSelection
 from omni_attn.ops.operators import is_traced, needs_operator
 
@@ -38,7 +38,7 @@ class RainFusionImpl(AttentionImpl):
         super().__init__(**geometry)
         self.dense = TorchSDPAImpl(**geometry)
         options = options_of(self.spec)
-        self._numbers = (options.sparsity, self.softmax_scale)
+        self._sparsity = options.sparsity
         self._kind = (self.variant or "torch", options.precision)
         self.kernel, self._differentiable = load_kernel(*self._kind)
 
@@ -64,12 +64,11 @@ class RainFusionImpl(AttentionImpl):
             raise foreign_metadata(self, metadata, RainFusionMetadata)
         if metadata.dense is not None:
             return self.dense.forward(query, key, value, metadata.dense)
-        layout, block_size = metadata.layout, metadata.block_size
-        assert layout is not None
-        used, behind = layout.used_len, query.shape[1] - layout.used_len
+        call = self._call(metadata)
+        used, behind = call.layout.used_len, query.shape[1] - call.layout.used_len
         if behind:
             query, key, value = query[:, :used], key[:, :used], value[:, :used]
-        output = self._attend(query, key, value, layout, block_size)
+        output = self._attend(query, key, value, call)
         return F.pad(output, (0, 0, 0, 0, 0, behind)) if behind else output
 
     def select_blocks(
@@ -90,22 +89,21 @@ class RainFusionImpl(AttentionImpl):
         if metadata.layout is None:
             return None
         query, key, value = (x[:, : metadata.layout.used_len] for x in (query, key, value))
-        return self.kernel.select(query, key, value, metadata.layout, metadata.block_size, *self._numbers)
+        return self.kernel.select(query, key, value, self._call(metadata))
+
+    def _call(self, metadata: RainFusionMetadata) -> RainFusionCall:
+        assert metadata.layout is not None
+        return RainFusionCall(metadata.layout, metadata.block_size, self._sparsity, self.softmax_scale)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RainFusionCall
     ) -> torch.Tensor:
         if is_traced(query) or (not self._differentiable and needs_operator(query, key, value)):
-            spans = [number for start, grid in layout.spans for number in (start, *grid)]
+            spans = [number for start, grid in call.layout.spans for number in (start, *grid)]
             return torch.ops.omni_attn.rainfusion_attention(  # type: ignore[no-any-return]
-                query, key, value, spans, block_size, *self._numbers, *self._kind
+                query, key, value, spans, *call[1:], *self._kind
             )
-        return self.kernel.attend(query, key, value, layout, block_size, *self._numbers)
+        return self.kernel.attend(query, key, value, call)
 
 
 @torch.library.custom_op("omni_attn::rainfusion_attention", mutates_args=())
@@ -125,8 +123,8 @@ def _rainfusion_attention(
         (spans[at], (spans[at + 1], spans[at + 2], spans[at + 3])) for at in range(0, len(spans), 4)
     ]
     layout = RainFusionLayout(query.shape[1], tuple(videos))
-    attend: Callable[..., torch.Tensor] = load_kernel(variant, precision)[0].attend
-    return attend(query, key, value, layout, block_size, sparsity, softmax_scale)
+    call = RainFusionCall(layout, block_size, sparsity, softmax_scale)
+    return load_kernel(variant, precision)[0].attend(query, key, value, call)
 
 
 @_rainfusion_attention.register_fake

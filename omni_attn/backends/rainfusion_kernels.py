@@ -10,7 +10,7 @@ from omni_attn.backends import sparse_executors
 from omni_attn.backends.rainfusion_facts import MINDIE
 from omni_attn.backends.rainfusion_mindie import MindieRainFusion
 from omni_attn.ops.block_sparse.executor import Executor
-from omni_attn.ops.block_sparse.rainfusion import RainFusionLayout, rainfusion_blocks
+from omni_attn.ops.block_sparse.rainfusion import RainFusionCall, rainfusion_blocks
 from omni_attn.ops.block_sparse.selection import BlockSelection
 from omni_attn.ops.rainfusion import rainfusion_attention, select_rainfusion_blocks
 
@@ -23,22 +23,16 @@ class RainFusionKernel(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
-        sparsity: float,
-        softmax_scale: float,
+        call: RainFusionCall,
     ) -> torch.Tensor:
-        """[B, S, H, Dv] of query [B, S, H, D], key [B, S, G, D], value [B, S, G, Dv], the layout's tokens in use."""
+        """[B, S, H, Dv] of query [B, S, H, D], key [B, S, G, D], value [B, S, G, Dv], the tokens in use."""
 
     def select(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
-        sparsity: float,
-        softmax_scale: float,
+        call: RainFusionCall,
     ) -> BlockSelection:
         """The blocks that `attend` computes with the same arguments."""
 
@@ -54,29 +48,24 @@ class OnExecutor:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
-        sparsity: float,
-        softmax_scale: float,
+        call: RainFusionCall,
     ) -> torch.Tensor:
         """See RainFusionKernel.attend."""
-        blocks = rainfusion_blocks(layout, block_size, query.device)
-        return rainfusion_attention(self._executor, query, key, value, blocks, sparsity, softmax_scale)
+        blocks = rainfusion_blocks(call.layout, call.block_size, query.device)
+        numbers = (call.sparsity, call.softmax_scale)
+        return rainfusion_attention(self._executor, query, key, value, blocks, *numbers)
 
     def select(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
-        sparsity: float,
-        softmax_scale: float,
+        call: RainFusionCall,
     ) -> BlockSelection:
         """See RainFusionKernel.select."""
-        blocks = rainfusion_blocks(layout, block_size, query.device)
+        blocks = rainfusion_blocks(call.layout, call.block_size, query.device)
         means = self._executor.pack(query, key, value, blocks.partition, blocks.partition).means
-        selected = select_rainfusion_blocks(means, blocks, sparsity, softmax_scale)
+        selected = select_rainfusion_blocks(means, blocks, call.sparsity, call.softmax_scale)
         return BlockSelection(selected, blocks.partition, blocks.partition)
 
 

@@ -16,7 +16,7 @@ import torch
 from omni_attn.backends.optional_package import import_symbols
 from omni_attn.backends.rainfusion_facts import MINDIE_PACKAGE
 from omni_attn.errors import BackendImportError, ConfigError
-from omni_attn.ops.block_sparse.rainfusion import RainFusionLayout
+from omni_attn.ops.block_sparse.rainfusion import RainFusionCall
 from omni_attn.ops.block_sparse.selection import BlockSelection
 
 #: inner_precise of the package: 0 is the exact mode of rf_v2, 4 the one mode of rf_v3.
@@ -55,12 +55,10 @@ class MindieRainFusion:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: RainFusionLayout,
-        block_size: int,
-        sparsity: float,
-        softmax_scale: float,
+        call: RainFusionCall,
     ) -> torch.Tensor:
         """Output [B, S, H, D], contiguous, of query, key and value [B, S, H, D], the tokens in use."""
+        layout = call.layout
         ((start, grid), *later) = layout.spans
         if later or start + layout.video_rows != layout.used_len:
             where: dict[str, Any] = {
@@ -72,11 +70,11 @@ class MindieRainFusion:
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            scale=softmax_scale,
+            scale=call.softmax_scale,
             head_num=query.shape[2],
             input_layout="BSND",
-            block_size=block_size,
-            sparsity=sparsity,
+            block_size=call.block_size,
+            sparsity=call.sparsity,
             **self._mode,
             **where,
         ).contiguous()

@@ -127,7 +127,7 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     shards = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
     if absent := [path.name for path in shards if not path.is_file()]:
         raise ConfigError(
-            f"{folder / index} names shards that are not there: {_first(absent)}. Fetch them as well."
+            f"{folder / index} names shards that are not there: {first_names(absent)}. Fetch them as well."
         )
     return shards
 
@@ -173,7 +173,7 @@ def assign_weights(
     """
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     if skipped := [name for name in state if name not in wanted and ignored(name)]:
-        _LOG.warning("%s: ignored weights that no layer uses: %s", source, _first(skipped))
+        _LOG.warning("%s: ignored weights that no layer uses: %s", source, first_names(skipped))
     if problems := _mismatches(wanted, {name: state[name] for name in state if name not in skipped}):
         raise ConfigError(
             *(f"{source}: {problem}" for problem in problems),
@@ -216,9 +216,10 @@ def _mismatches(wanted: dict[str, torch.Size], state: dict[str, Tensor]) -> list
         "weights of another shape": shapes,
         "weights of a dtype that is not supported": dtypes,
     }
-    return [f"{len(found)} {kind}: {_first(found)}" for kind, found in kinds.items() if found]
+    return [f"{len(found)} {kind}: {first_names(found)}" for kind, found in kinds.items() if found]
 
 
-def _first(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are, for an error text."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -58,10 +58,14 @@ class Case(NamedTuple):
     def backward(
         self, output: torch.Tensor, lse: torch.Tensor, tiles: Tiles | None = LARGE
     ) -> tuple[torch.Tensor, ...]:
-        return attend_backward(
-            self.query, self.key, self.value, output, self.grad, lse, self.selected, self.query_blocks,
+        tensors = [self.query, self.key, self.value, output, self.grad]
+        # Triton's interpreter multiplies bfloat16 matrices by their bits.
+        widened = DEVICE == "cpu" and self.query.dtype == torch.bfloat16
+        grads = attend_backward(
+            *(x.float() if widened else x for x in tensors), lse, self.selected, self.query_blocks,
             self.key_blocks, SCALE, tiles=tiles,
         )  # fmt: skip
+        return tuple(grad.bfloat16() for grad in grads) if widened else grads
 
 
 def shuffled(sizes: list[int], capacity: int, generator: torch.Generator) -> BlockPartition:

@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from omni_attn.errors import ConfigError
+from omni_attn.models.checkpoint import first_names
 from omni_attn.models.wan.block import WanSelfAttention
 from omni_attn.models.wan.config import WanConfig
-
-_SHOWN = 4  # names that a text lists before it only counts
 
 
 def is_gate(name: str) -> bool:
@@ -46,10 +45,9 @@ def check_gates(config: WanConfig, names: Collection[str], source: str) -> None:
         for kind in ("weight", "bias")
     ]
     if missing := [name for name in wanted if name not in names]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ConfigError(
             f"{source}: gates of video sparse attention are there in part: of {len(wanted)} weights {len(missing)} are "
-            f"missing: {', '.join(missing[:_SHOWN])}{more}. A model has gates in each of its {config.num_layers} "
+            f"missing: {first_names(missing)}. A model has gates in each of its {config.num_layers} "
             "blocks or in none; fetch or save the checkpoint again."
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -55,6 +56,22 @@ class RainFusionLayout:
         """How many context rows are missing to fill the last blocks of all videos but the last one; 0 = none."""
         gaps = sum(-prod(grid) % block_size for _, grid in self.spans[:-1])
         return max(0, gaps - (self.used_len - self.video_rows))
+
+
+class RainFusionCall(NamedTuple):
+    """What a sparse call is told beside its tensors.
+
+    Attributes:
+        layout: where the videos lie among the tokens in use.
+        block_size: tokens of a block.
+        sparsity: share of the key blocks that a query block leaves out.
+        softmax_scale: factor on the scores.
+    """
+
+    layout: RainFusionLayout
+    block_size: int
+    sparsity: float
+    softmax_scale: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     groups_ptr,
     steps_ptr,
     order_ptr,
-    work_ptr,
+    tiles_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -86,12 +86,12 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One query tile of one head: work [items, 3] holds (block, first place in block order, rows)."""
+    """One query tile of one head: tiles [items, 4] are triton_groups.row_tiles."""
     item, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    block = tl.load(work_ptr + item * 3)
-    first = tl.load(work_ptr + item * 3 + 1)
-    count = tl.load(work_ptr + item * 3 + 2)
+    block = tl.load(tiles_ptr + item * 4)
+    first = tl.load(tiles_ptr + item * 4 + 1)
+    count = tl.load(tiles_ptr + item * 4 + 3)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)

@@ -62,13 +62,6 @@ def attend_backward(
 
     All in sequence order. Rows without a key, and keys that nobody selected, get zeros. Nothing waits for the device.
     """
-    if query.dtype == torch.bfloat16 and query.device.type == "cpu":
-        # Triton's interpreter multiplies bfloat16 matrices by their bits.
-        query, key, value, output, grad_output = (x.float() for x in (query, key, value, output, grad_output))
-        grads = attend_backward(
-            query, key, value, output, grad_output, lse, selected, query_blocks, key_blocks, softmax_scale, tiles=tiles
-        )  # fmt: skip
-        return grads[0].bfloat16(), grads[1].bfloat16(), grads[2].bfloat16()
     tiles = tiles or default_tiles(query, value.shape[-1], query_blocks.capacity, key_blocks.capacity)
     with on_device(query):
         key_rows, value_rows = (pack_rows(unit_stride(x), key_blocks, means=False)[0] for x in (key, value))

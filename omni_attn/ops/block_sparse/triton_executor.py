@@ -15,15 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from omni_attn.ops.block_sparse.executor import CoarseTerm, Executor, Packed, SelectedBlocks, add_coarse
 from omni_attn.ops.block_sparse.gradients import attend_with_gradients, means_with_gradient, needs_gradients
-from omni_attn.ops.block_sparse.kept import kept
 from omni_attn.ops.block_sparse.means import BlockMeans
 from omni_attn.ops.block_sparse.partition import BlockPartition
 from omni_attn.ops.block_sparse.triton_attend import attend_kernel
 from omni_attn.ops.block_sparse.triton_backward import attend_backward
+from omni_attn.ops.block_sparse.triton_groups import row_tiles
 from omni_attn.ops.block_sparse.triton_lists import list_rows
 from omni_attn.ops.block_sparse.triton_pack import GROUP, pack_rows
 from omni_attn.ops.block_sparse.triton_select import float32_products
-from omni_attn.ops.layout import INT32_MAX, int32_on, on_device, shared_memory, unit_stride
+from omni_attn.ops.layout import INT32_MAX, on_device, shared_memory, unit_stride
 
 _LOG2_E = 1.4426950408889634
 
@@ -131,11 +131,11 @@ def attend(
     output = query.new_empty(batch, tokens, heads, value_size)
     lse = query.new_empty(batch, heads, tokens, dtype=torch.float32) if with_lse else None
     lists = list_rows(selected, key_blocks, tile.block_n)
-    work = _work_items(query_blocks, tile.block_m)
+    tiles = row_tiles(query_blocks, tile.block_m)
     gate = None if coarse is None or coarse.gate is None else unit_stride(coarse.gate)
     descriptors = _descriptors(key_rows, value_rows, tile.block_n)
     with on_device(query):
-        attend_kernel[(work.shape[0], heads, batch)](
+        attend_kernel[(tiles.shape[0], heads, batch)](
             query,
             key_rows,
             value_rows,
@@ -146,7 +146,7 @@ def attend(
             query if coarse is None else coarse.output.contiguous(),
             *lists,
             query_blocks.order,
-            work,
+            tiles,
             *query.stride()[:3],
             *output.stride()[:3],
             *(output if gate is None else gate).stride()[:3],
@@ -195,18 +195,6 @@ def _descriptors(key_rows: torch.Tensor, value_rows: torch.Tensor, block_n: int)
 @lru_cache(maxsize=16)
 def _has_tensor_memory(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@kept
-def _work_items(blocks: BlockPartition, block_m: int) -> torch.Tensor:
-    """int32 [items, 3]: block, first place in block order, rows."""
-    items: list[int] = []
-    start = 0
-    for block, size in enumerate(blocks.sizes):
-        for first in range(0, size, block_m):
-            items += (block, start + first, min(block_m, size - first))
-        start += size
-    return int32_on(blocks.device, items).view(-1, 3)
 
 
 def _tile(query: torch.Tensor, value_size: int, capacity: int) -> Tile:
