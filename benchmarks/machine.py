@@ -1,4 +1,4 @@
-"""The line that says where a figure was measured."""
+"""The line that says where a figure was measured, and how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from omni_attn.platforms.detect import processor_name
+from omni_attn.tuning.clocks import method_of
 
 PEERS = (
     "diffusers",
@@ -18,8 +19,14 @@ PEERS = (
     "flash-attn-4",
     "flashinfer-python",
     "fastvideo-kernel",
+    "h3-sparse-attn",
     "triton",
 )
+
+
+def measured_line(device: torch.device, rounds: int, seed: int) -> str:
+    """The machine, and how candidates were timed on it."""
+    return f"{machine_line(device.type)}; {method_of(device)}; {rounds} shuffled rounds, medians; seed {seed}"
 
 
 def machine_line(device: str) -> str:

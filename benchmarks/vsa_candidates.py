@@ -9,42 +9,16 @@ from functools import partial
 import torch
 
 from benchmarks.fastvideo_peer import PATHS, FastVideoAttention, FastVideoPath, FastVideoTiles
+from benchmarks.rounds import Candidate
 from benchmarks.vsa_checks import as_map, watched
 from benchmarks.vsa_inputs import DTYPE, Inputs, SparseCase
 from omni_attn import Attention, AttentionMetadata, prepare_attention, use_attention_config
 from omni_attn.backends.sparse_executors import make_executor
 from omni_attn.ops.block_sparse.executor import Executor
 from omni_attn.ops.video_sparse import video_sparse_attention
-from omni_attn.tuning.clocks import Call
 
 EXECUTORS = ("triton", "fa3", "fa4", "flex", "fastvideo", "flashinfer")
 BACKEND = "FASTVIDEO_VSA"
-
-
-def _nothing() -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way to compute one call.
-
-    Attributes:
-        kind: "ours", "peer" (from raster order to raster order), "peer kernel" (from tile order to tile order) or
-            "dense".
-        call: what is timed.
-        selected: the tiles that it attends to, bool [B, H, N, N]; None = every token.
-        raster: its output in raster order.
-        release: lets go of what it keeps from one call to the next.
-        executor: whose two parts are timed on their own, where there is one.
-    """
-
-    name: str
-    kind: str
-    call: Call
-    selected: Callable[[], torch.Tensor] | None
-    raster: Callable[[torch.Tensor], torch.Tensor] = lambda output: output
-    release: Callable[[], None] = _nothing
-    executor: Executor | None = None
 
 
 @dataclass(frozen=True)

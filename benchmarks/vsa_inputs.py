@@ -36,7 +36,11 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseCase:
-    """One self-attention call and how its video is cut."""
+    """One self-attention call and how its video is cut.
+
+    Attributes:
+        segments: tokens of each segment before the video.
+    """
 
     name: str
     grid: Extent
@@ -44,14 +48,21 @@ class SparseCase:
     heads: int
     head_size: int
     batch: int = 1
+    segments: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         """S."""
-        return math.prod(self.grid)
+        return self.before + math.prod(self.grid)
+
+    @property
+    def before(self) -> int:
+        """Tokens before the video."""
+        return sum(self.segments)
 
     @property
     def num_tiles(self) -> int:
+        """Of the video."""
         return tile_count(self.grid, self.tile)
 
     @property
@@ -61,7 +72,7 @@ class SparseCase:
 
     def tiles(self, device: torch.device) -> BlockPartition:
         """The partition of the S tokens."""
-        return video_tiles(self.grid, self.tile, device)
+        return video_tiles(self.grid, self.tile, device, self.segments)
 
     def __str__(self) -> str:
         return (
@@ -112,14 +123,16 @@ def correlated_inputs(case: SparseCase, device: torch.device, generator: torch.G
     The script reports both for each run.
     """
     positions = torch.cartesian_prod(*(torch.arange(extent) for extent in case.grid)).to(device).float()
-    query, key = (torch.empty(_shape(case), device=device, dtype=DTYPE) for _ in range(2))
+    # What lies before the video has no place on the grid.
+    make = _normal if case.before else _empty
+    query, key = (make(case, device, generator) for _ in range(2))
     for item in range(case.batch):
         for head in range(case.heads):
             field = _smooth_field(positions, case.head_size, generator)
             for tensor in (query, key):
                 noise = torch.randn(field.shape, device=device, generator=generator)
                 mixed = math.sqrt(1 - _NOISE) * field + math.sqrt(_NOISE) * noise
-                tensor[item, :, head] = _AMPLITUDE * mixed
+                tensor[item, case.before :, head] = _AMPLITUDE * mixed
     return Inputs(query, key, _normal(case, device, generator), _normal(case, device, generator))
 
 
@@ -143,6 +156,10 @@ def _smooth_field(positions: torch.Tensor, channels: int, generator: torch.Gener
 
 def _shape(case: SparseCase) -> tuple[int, int, int, int]:
     return case.batch, case.tokens, case.heads, case.head_size
+
+
+def _empty(case: SparseCase, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    return torch.empty(_shape(case), device=device, dtype=DTYPE)
 
 
 def _normal(case: SparseCase, device: torch.device, generator: torch.Generator) -> torch.Tensor:

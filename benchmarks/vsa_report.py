@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-
-@dataclass
-class Row:
-    """One candidate of one group.
-
-    Attributes:
-        milliseconds: median of the rounds; None where it was not timed, for the reason in `problem`.
-        error: relative Frobenius error of the sampled rows against float64 over the candidate's own tiles.
-        as_exact: share of its tiles that float64 means choose too; None for dense attention.
-        peak_bytes: most memory above the inputs; None on a CPU.
-        phases: medians of an executor's parts.
-    """
-
-    name: str
-    kind: str
-    milliseconds: float | None = None
-    rounds: list[float] = field(default_factory=list)
-    error: float | None = None
-    as_exact: float | None = None
-    peak_bytes: int | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    problem: str = ""
+from benchmarks.rounds import Row
 
 
 @dataclass(frozen=True)

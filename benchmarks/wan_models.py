@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rounds import shuffled_rounds
 from omni_attn import attention_report, use_attention_config
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.model import WanModel
@@ -89,33 +90,43 @@ def save_weights(work: Workload) -> None:
 
 def save_gates(work: Workload, folder: Path) -> None:
     """Writes a second checkpoint: the workload's weights, and a small seeded gate for each block's coarse branch."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     width, generator = work.config.dim, torch.Generator().manual_seed(1)
     gates = {}
     for block in range(work.config.num_layers):
         name = f"blocks.{block}.to_gate_compress"
         gates[f"{name}.weight"] = torch.randn(width, width, generator=generator) / width
         gates[f"{name}.bias"] = torch.randn(width, generator=generator) / 10
+    add_weights(work.folder, folder, gates)
+
+
+def add_weights(whole: Path, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Writes a second checkpoint of a transformer: the files of the first one, and more weights beside them."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     folder.mkdir()
-    (folder / "config.json").write_bytes((work.folder / "config.json").read_bytes())
-    shards = dict.fromkeys(gates, "gates.safetensors")
-    for path in work.folder.glob(f"{_WEIGHTS}*.safetensors"):
+    (folder / "config.json").write_bytes((whole / "config.json").read_bytes())
+    shards = dict.fromkeys(weights, "more.safetensors")
+    for path in whole.glob(f"{_WEIGHTS}*.safetensors"):
         (folder / f"whole-{path.name}").symlink_to(path.resolve())
-        with safe_open(path, framework="pt") as weights:
-            shards.update(dict.fromkeys(weights.keys(), f"whole-{path.name}"))
-    save_file(gates, folder / "gates.safetensors")
+        with safe_open(path, framework="pt") as stored:
+            shards.update(dict.fromkeys(stored.keys(), f"whole-{path.name}"))
+    save_file(weights, folder / "more.safetensors")
     index = json.dumps({"metadata": {}, "weight_map": shards})
     (folder / f"{_WEIGHTS}.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
 def peer_forwards(work: Workload, *, compiled: bool) -> dict[str, Forward]:
     """diffusers with each of its own backends that works here; the others are named with the reason."""
+    return each_backend(lambda backend: peer_forward(work, backend, compile_blocks=compiled))
+
+
+def each_backend(make: Callable[[str], Forward]) -> dict[str, Forward]:
+    """Forwards by name, made for each of diffusers' backends that works here; the others are named with the reason."""
     found = {}
     for backend in PEER_BACKENDS:
         try:
-            forward = peer_forward(work, backend, compile_blocks=compiled)
+            forward = make(backend)
             forward()
         except Exception as error:
             print(f"diffusers {backend}: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
@@ -129,18 +140,24 @@ def peer_forward(
 ) -> Forward:
     """diffusers' model with one of its attention backends."""
     from diffusers import WanTransformer3DModel
-    from diffusers.models.attention_dispatch import attention_backend
 
-    model: Any = WanTransformer3DModel.from_pretrained(work.folder, torch_dtype=work.dtype)
-    model.to(work.device).eval()
-    with attention_backend():  # each model keeps its own choice; the process's, which is set too, is put back
-        model.set_attention_backend(backend)
+    model = load_peer(WanTransformer3DModel, work.folder, work.device, work.dtype, backend)
     if compile_blocks:
         for block in model.blocks:
             block.compile(backend=work.backend)
     call = torch.compile(model, backend=work.backend) if compile_whole else model
     latents, timestep, text = work.inputs()
     return lambda: call(latents, timestep, text, return_dict=False)[0]
+
+
+def load_peer(model_cls: Any, folder: Path, device: torch.device, dtype: torch.dtype, backend: str) -> Any:
+    """A model of diffusers with one of its attention backends."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    model = model_cls.from_pretrained(folder, torch_dtype=dtype).to(device).eval()
+    with attention_backend():  # each model keeps its own choice; the process's, which is set too, is put back
+        model.set_attention_backend(backend)
+    return model
 
 
 def our_forward(
@@ -161,7 +178,7 @@ def our_forward(
 def measure(
     forwards: dict[str, Forward], expected: torch.Tensor, *, compiled: bool, rounds: int = ROUNDS
 ) -> list[Row]:
-    """Alternating rounds of all candidates, after two calls each."""
+    """Shuffled rounds of all candidates, after two calls each."""
     differences = {}
     for name, forward in forwards.items():
         start = time.perf_counter()
@@ -172,9 +189,8 @@ def measure(
         forward()
     clock = clock_for(expected.device)
     times: dict[str, list[float]] = {name: [] for name in forwards}
-    for _ in range(rounds):
-        for name, forward in forwards.items():
-            times[name].append(clock.milliseconds(forward))
+    for _, name in shuffled_rounds(forwards, rounds, seed=0):
+        times[name].append(clock.milliseconds(forwards[name]))
     return [
         Row(name, compiled, statistics.median(values), differences[name]) for name, values in times.items()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import SkipTest
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.cli.app import app
 from omni_attn.facts import AttentionRequest
+from omni_attn.models.minimax_h3 import MINIMAX_H3_PRESETS, MiniMaxH3Model
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import BackendConformance, fake_device
 from omni_attn.testing.conformance import run_conformance
@@ -57,6 +59,33 @@ def test_readme_example_of_sparse_attention_is_selected(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*command, device, "--packages", "triton=3.6"])
         assert result.exit_code == 0, result.output
         assert f'"FASTVIDEO_VSA ({variant})"' in result.stdout or f'"variant": "{variant}"' in result.stdout
+
+
+def test_pages_of_models_show_pipelines_that_explain(tmp_path: Path) -> None:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    shown = [text for page in pages for text in blocks(page.read_text(encoding="utf-8"), "yaml")]
+    pipelines = [text for text in shown if text.startswith("pipeline:")]
+    assert pipelines
+    for text in pipelines:
+        (tmp_path / "pipeline.yaml").write_text(text, encoding="utf-8")
+        result = CliRunner().invoke(app, ["explain", str(tmp_path / "pipeline.yaml"), "--assume", "cpu"])
+        assert result.exit_code == 0, result.output
+
+
+def test_the_page_of_minimax_h3_shows_references_that_run() -> None:
+    page = (ROOT / "docs" / "minimax_h3.md").read_text(encoding="utf-8")
+    (example,) = (text for text in blocks(page, "python") if "pack_ref2va" in text)
+    for large, small in (("(37, 48, 84), 207", "(2, 4, 8), 3"), ("(48, 84)", "(4, 8)")):
+        assert large in example
+        example = example.replace(large, small)
+    config = MINIMAX_H3_PRESETS["minimax-h3-tiny"].transformer
+    given = {
+        "model": MiniMaxH3Model(replace(config, num_layers=1)),
+        "prompt_embeds": torch.zeros(1, 5, config.text_dim),
+        "picture": torch.zeros(1, 24, 1, 4, 8),
+    }
+    exec(example, given)
+    assert given["video"].shape == (1, 24, 2, 4, 8) and given["sound_rows"].shape == (1, 6, 32)
 
 
 def test_matrix_leads_to_the_page_of_each_backend() -> None:

@@ -24,6 +24,9 @@ class VideoLayout:
         prefix_segments: token counts of the segments before the video (text, condition, audio).
         spans: latent grids (T, H, W) of the video spans that follow, in order.
         used_len: tokens in use; what lies behind them is padding.
+
+    Raises:
+        MetadataError: an extent is out of range, or segments and spans do not add up to used_len; both are named.
     """
 
     prefix_segments: tuple[int, ...]
@@ -31,6 +34,15 @@ class VideoLayout:
     used_len: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_segments", tuple(self.prefix_segments))
+        object.__setattr__(self, "spans", tuple(map(tuple, self.spans)))
+        if min(self.prefix_segments, default=0) < 0 or any(
+            len(span) != 3 or min(span) < 1 for span in self.spans
+        ):
+            raise MetadataError(
+                f"video_layout: segments {self.prefix_segments} need to be 0 tokens or more, and spans {self.spans} "
+                "three extents (T, H, W) from 1 on: state the grids after patchify"
+            )
         counted = sum(self.prefix_segments) + sum(prod(span) for span in self.spans)
         if counted != self.used_len:
             raise MetadataError(

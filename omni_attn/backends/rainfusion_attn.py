@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from omni_attn.backends.abstract import AttentionBackend, AttentionImpl, foreign_metadata
+from omni_attn.backends.abstract import AttentionBackend, foreign_metadata
+from omni_attn.backends.block_sparse_builder import options_of
+from omni_attn.backends.block_sparse_impl import BlockSparseImpl
 from omni_attn.backends.rainfusion_builder import RainFusionMetadata, RainFusionMetadataBuilder
-from omni_attn.backends.rainfusion_facts import (
-    RAINFUSION_FACTS,
-    RAINFUSION_VARIANTS,
-    options_of,
-    precision_reasons,
-)
+from omni_attn.backends.rainfusion_facts import RAINFUSION_FACTS, RAINFUSION_VARIANTS, precision_reasons
 from omni_attn.backends.rainfusion_kernels import load_kernel
-from omni_attn.backends.torch_sdpa_impl import TorchSDPAImpl
 from omni_attn.config import AttentionSpec
 from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, choose_variant
 from omni_attn.ops.block_sparse.rainfusion import Extent, RainFusionCall, RainFusionLayout
@@ -29,26 +25,18 @@ from omni_attn.ops.block_sparse.selection import BlockSelection
 from omni_attn.ops.operators import is_traced, needs_operator
 
 
-class RainFusionImpl(AttentionImpl):
-    """One layer, with a dense impl beside it for the steps and sizes that stay dense."""
+class RainFusionImpl(BlockSparseImpl):
+    """One layer on the kernel of a variant."""
 
     backend: ClassVar[str] = "RAINFUSION_ATTN"
 
-    def __init__(self, **geometry: Any) -> None:
-        super().__init__(**geometry)
-        self.dense = TorchSDPAImpl(**geometry)
+    kernels: ClassVar[frozenset[str]] = frozenset({"kernel"})
+
+    def load_kernels(self) -> None:
+        """See BlockSparseImpl."""
         options = options_of(self.spec)
         self._sparsity = options.sparsity
         self._kind = (self.variant or "torch", options.precision)
-        self.kernel, self._differentiable = load_kernel(*self._kind)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A kernel belongs to this process."""
-        return {name: value for name, value in self.__dict__.items() if name != "kernel"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """It is looked up again where a copy is loaded."""
-        self.__dict__.update(state)
         self.kernel, self._differentiable = load_kernel(*self._kind)
 
     def forward(

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from omni_attn.backends.abstract import AttentionMetadataBuilder
+from omni_attn.backends.block_sparse_builder import BlockSparseBuilder
 from omni_attn.backends.masked import MaskedMetadata
 from omni_attn.backends.metadata import AttentionMetadata, VideoLayout
-from omni_attn.backends.rainfusion_facts import RAINFUSION_FACTS, options_of
+from omni_attn.backends.rainfusion_facts import RAINFUSION_FACTS
+from omni_attn.backends.sparse_sequence import INSTEAD, dense_over, laid_out_tokens
 from omni_attn.errors import MetadataError
 from omni_attn.facts.lengths import length_reasons
 from omni_attn.ops.block_sparse.rainfusion import RainFusionLayout, protected_blocks
 from omni_attn.ops.block_sparse.selectors import blocks_kept
-from omni_attn.ops.segments import Segment
-
-_INSTEAD = "Choose TORCH_SDPA for this role, or add it as fallback"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,7 @@ class RainFusionMetadata:
         return self.dense is None
 
 
-class RainFusionMetadataBuilder(AttentionMetadataBuilder):
+class RainFusionMetadataBuilder(BlockSparseBuilder):
     """Reads the layout and decides the route, on the host alone.
 
     Attributes:
@@ -60,24 +58,9 @@ class RainFusionMetadataBuilder(AttentionMetadataBuilder):
     block_size: ClassVar[int] = 128
     min_video_blocks: ClassVar[int] = 32
 
-    def __init__(self, **geometry: Any) -> None:
-        super().__init__(**geometry)
-        self._options = options_of(self.spec)
-        gated = self._options.start_step > 0 or self._options.end_step > 0
-        self.reads = frozenset({"video_layout", "vsa_dit_seq_shape", "packed_padding"})
-        self.reads |= {"step", "num_steps"} if gated else set()
-
-    @property
-    def group_key(self) -> object:
-        """Layers that are skipped share a product, and so do those that are not."""
-        return self.calibration, self._is_skipped
-
-    @property
-    def _is_skipped(self) -> bool | None:
-        """Whether skip_layers names this layer; None where it should be asked for a number and has none."""
-        if self._options.skip_layers and self.layer_index is None:
-            return None
-        return self.layer_index in self._options.skip_layers
+    sequence_fields: ClassVar[frozenset[str]] = frozenset(
+        {"video_layout", "vsa_dit_seq_shape", "packed_padding"}
+    )
 
     def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> RainFusionMetadata:
         """See AttentionMetadataBuilder.build.
@@ -88,30 +71,21 @@ class RainFusionMetadataBuilder(AttentionMetadataBuilder):
         if 0 in lengths:
             return RainFusionMetadata("SDPA", "no tokens", dense=MaskedMetadata(segments=()))
         if reasons := tuple(length_reasons(RAINFUSION_FACTS, *lengths)):
-            raise MetadataError(f"RAINFUSION_ATTN {'; '.join(reasons)}: it is self-attention. {_INSTEAD}")
+            raise MetadataError(f"RAINFUSION_ATTN {'; '.join(reasons)}: it is self-attention. {INSTEAD}")
         layout = stated_layout(record, lengths[0])
         used = layout.used_len if layout is not None else _used_tokens(record, lengths[0])
         dense_reason = self._dense_reason(record, layout)
         if layout is None or dense_reason is not None:
-            segments = None if used == lengths[0] else (Segment(0, used, 0, used),)
-            return RainFusionMetadata(
-                "SDPA", f"dense attention: {dense_reason}", dense=MaskedMetadata(segments=segments)
-            )
-        unapplied = self._unapplied(record)
+            dense = dense_over(None if used == lengths[0] else used)
+            return RainFusionMetadata("SDPA", f"dense attention: {dense_reason}", dense=dense)
+        unapplied = self.unapplied(record)
         reason = "; ".join((self._sparse_reason(layout), *unapplied))
         return RainFusionMetadata("RAINFUSION", reason, layout, self.block_size, unapplied=unapplied)
 
     def _dense_reason(self, record: AttentionMetadata, layout: RainFusionLayout | None) -> str | None:
         """The first rule that asks for dense attention, None where none does. No step is named: it is told once."""
-        options, step, steps = self._options, record.step, record.num_steps
-        if options.sparsity == 0:
-            return "block_sparse.sparsity is 0"
-        if self._is_skipped:
-            return f"the layer is one of block_sparse.skip_layers {', '.join(map(str, options.skip_layers))}"
-        if step is not None and step < options.start_step:
-            return f"steps before block_sparse.start_step {options.start_step} are dense"
-        if step is not None and steps is not None and step >= steps - options.end_step:
-            return f"the last {options.end_step} of {steps} steps are dense (block_sparse.end_step)"
+        if (scheduled := self.scheduled_dense_reason(record)) is not None:
+            return scheduled
         if layout is None:
             return "the record states no video_layout and no vsa_dit_seq_shape, so no video is known"
         least = self.min_video_blocks * self.block_size
@@ -129,22 +103,9 @@ class RainFusionMetadataBuilder(AttentionMetadataBuilder):
 
     def _sparse_reason(self, layout: RainFusionLayout) -> str:
         blocks = -(-layout.used_len // self.block_size)
-        kept = blocks_kept(self._options.sparsity, blocks)
+        kept = blocks_kept(self.options.sparsity, blocks)
         protected = len(protected_blocks(layout, self.block_size))
         return f"{kept} of {blocks} blocks of {self.block_size}, and {protected} protected ones"
-
-    def _unapplied(self, record: AttentionMetadata) -> tuple[str, ...]:
-        """Options that record or layer say too little for, on the sparse route."""
-        reasons = {
-            "skip_layers": self._is_skipped is None and "the layer's prefix holds no number",
-            "start_step": self._options.start_step > 0
-            and record.step is None
-            and "the record states no step",
-            "end_step": self._options.end_step > 0
-            and None in (record.step, record.num_steps)
-            and "the record states no step of num_steps",
-        }
-        return tuple(f"{name} is not applied: {why}" for name, why in reasons.items() if why)
 
 
 def stated_layout(record: AttentionMetadata, tokens: int) -> RainFusionLayout | None:
@@ -155,30 +116,24 @@ def stated_layout(record: AttentionMetadata, tokens: int) -> RainFusionLayout | 
     """
     used = _used_tokens(record, tokens)
     if record.video_layout is not None:
-        return _layout_of(record.video_layout, used, padded=record.packed_padding is not None)
+        return _layout_of(record.video_layout, laid_out_tokens(record, used, "RAINFUSION_ATTN"))
     grid = record.vsa_dit_seq_shape
     if grid is None:
         return None
     if len(grid) != 3 or min(grid) < 1 or prod(grid) != used:
         raise MetadataError(
             f"RAINFUSION_ATTN needs vsa_dit_seq_shape = (T, H, W) with T * H * W = {used} tokens, found "
-            f"{' x '.join(map(str, grid))} = {prod(grid)}: state the grid after patchify. {_INSTEAD}"
+            f"{' x '.join(map(str, grid))} = {prod(grid)}: state the grid after patchify. {INSTEAD}"
         )
     return RainFusionLayout(used, ((0, grid),))
 
 
-def _layout_of(stated: VideoLayout, used: int, *, padded: bool) -> RainFusionLayout | None:
-    if stated.used_len > used or (padded and stated.used_len != used):
-        source = "packed_padding states" if padded else "the call has"
-        raise MetadataError(
-            f"RAINFUSION_ATTN: video_layout.used_len is {stated.used_len}, {source} {used} tokens: state the "
-            f"layout of this sequence. {_INSTEAD}"
-        )
+def _layout_of(stated: VideoLayout, used: int) -> RainFusionLayout:
     start, spans = sum(stated.prefix_segments), []
     for grid in stated.spans:
         spans.append((start, grid))
         start += prod(grid)
-    return RainFusionLayout(stated.used_len, tuple(spans))
+    return RainFusionLayout(used, tuple(spans))
 
 
 def _used_tokens(record: AttentionMetadata, tokens: int) -> int:
@@ -193,7 +148,7 @@ def _used_tokens(record: AttentionMetadata, tokens: int) -> int:
     if padding.q_length != padding.kv_length or not 0 <= padding.q_length <= tokens:
         raise MetadataError(
             f"RAINFUSION_ATTN needs packed_padding with equal query and key lengths up to {tokens}, found "
-            f"{padding.q_length} and {padding.kv_length}: it is self-attention. {_INSTEAD}"
+            f"{padding.q_length} and {padding.kv_length}: it is self-attention. {INSTEAD}"
         )
     return padding.q_length
 

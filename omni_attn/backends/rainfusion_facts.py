@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from omni_attn.backends.fastvideo_vsa_facts import VSA_VARIANTS
-from omni_attn.config import AttentionSpec, BlockSparseSpec
+from omni_attn.config import BlockSparseSpec
 from omni_attn.facts import HeadSizes, KernelFacts, PackageRequirement, Variant
 
 MINDIE = "mindiesd"
@@ -51,12 +51,6 @@ RAINFUSION_VARIANTS = (
         if variant.name == name
     ),
 )
-
-
-def options_of(spec: AttentionSpec | None) -> BlockSparseSpec:
-    """The options that hold; the block's defaults where nobody gave any."""
-    found = None if spec is None else spec.block_sparse
-    return BlockSparseSpec() if found is None else found
 
 
 def precision_reasons(variant: str, options: BlockSparseSpec) -> Iterator[str]:

@@ -46,6 +46,7 @@ class DiffusionAttentionBackendEnum(Enum, metaclass=_ByName):
     TRTLLM_ATTN = "omni_attn.backends.trtllm_attn.TrtllmAttentionBackend"
     FASTVIDEO_VSA = "omni_attn.backends.fastvideo_vsa.FastVideoVSABackend"
     RAINFUSION_ATTN = "omni_attn.backends.rainfusion_attn.RainFusionBackend"
+    BLOCK_SUMMARY_ATTN = "omni_attn.backends.block_summary_attn.BlockSummaryBackend"
 
 
 _registered: dict[str, str] = {}

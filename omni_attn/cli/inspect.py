@@ -78,17 +78,19 @@ def print_inspection(found: Inspection) -> None:
 
     queries, keys = found.selection.query_blocks, found.selection.key_blocks
     print_line(call_line(found), style="bold")
-    grid = "" if found.grid is None else f" (grid {' x '.join(map(str, found.grid))})"
+    before = f" behind {found.before} others" if found.before else ""
+    grid = "" if found.grid is None else f" (grid {' x '.join(map(str, found.grid))}{before})"
     print_line(
         f"{found.source}, route {found.route}; {found.device}, {found.dtype}; {queries.tokens} query tokens{grid} in "
         f"{queries.num_blocks} tiles, {keys.tokens} key tokens in {keys.num_blocks} tiles of up to {keys.capacity}"
     )
     columns = ["head", "tiles", "token pairs", "mass kept", "least", "in tile", "error"]
-    if found.has_coarse:
-        columns.append("without coarse")
+    if found.added is not None:
+        columns.append(f"without {found.added}")
     columns.append("kernel")
-    rows = [_cells(figures, found.has_coarse) for figures in found.heads]
-    print_table(columns, [rows, [_cells(found.total, found.has_coarse)]])
+    alone = found.added is not None
+    rows = [_cells(figures, alone) for figures in found.heads]
+    print_table(columns, [rows, [_cells(found.total, alone)]])
     total = found.total
     print_line(
         f"effective sparsity {100 * total.effective_sparsity:.1f} % (token pairs left out); nominal "
@@ -101,10 +103,10 @@ def print_inspection(found: Inspection) -> None:
         print_line(f"note: {note}")
 
 
-def _cells(figures: Figures, has_coarse: bool) -> tuple[str, ...]:
+def _cells(figures: Figures, with_alone: bool) -> tuple[str, ...]:
     shares = (figures.tiles, figures.pairs, figures.mass_kept, figures.least_mass_kept)
     tiles, pairs, kept, least = (f"{100 * share:.1f} %" for share in shares)
-    alone = (f"{figures.error_without_coarse:.2e}",) if has_coarse else ()
+    alone = (f"{figures.error_without_coarse:.2e}",) if with_alone else ()
     return (
         "all" if figures.head is None else str(figures.head),
         *(tiles, pairs, kept, least, str(figures.least_tile), f"{figures.error:.2e}"),

@@ -12,8 +12,13 @@ from omni_attn.config.blocks import (
     QuantSpec,
     SkipSoftmaxSpec,
 )
+from omni_attn.config.generation import (
+    GenerationConfig,
+    MiniMaxH3GenerationConfig,
+    WanGenerationConfig,
+)
 from omni_attn.config.loading import load_config, load_pipeline
-from omni_attn.config.pipeline import GenerationConfig, PipelineConfig
+from omni_attn.config.pipeline import PipelineConfig
 from omni_attn.config.spec import AttentionSpec
 from omni_attn.config.tuned import TunedFor
 
@@ -24,10 +29,12 @@ __all__ = [
     "BlockSparseSpec",
     "FastVideoVSASpec",
     "GenerationConfig",
+    "MiniMaxH3GenerationConfig",
     "PipelineConfig",
     "QuantSpec",
     "SkipSoftmaxSpec",
     "TunedFor",
+    "WanGenerationConfig",
     "load_config",
     "load_pipeline",
 ]

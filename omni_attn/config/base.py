@@ -49,6 +49,11 @@ class ConfigModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    @classmethod
+    def unknown_key_text(cls, key: str) -> str:
+        """The message for a key that is no field."""
+        return unknown_key(key, list(cls.model_fields))
+
     @model_validator(mode="wrap")
     @classmethod
     def _name_the_nearest_key(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -58,7 +63,7 @@ class ConfigModel(BaseModel):
             lines = line_errors(error)
             for index, line in enumerate(error.errors(include_url=False, include_context=False)):
                 if line["type"] == "extra_forbidden":  # deeper models have explained their own already
-                    message = unknown_key(str(line["loc"][-1]), list(cls.model_fields))
+                    message = cls.unknown_key_text(str(line["loc"][-1]))
                     lines[index] = line_error(line["loc"], message, line["input"], "unknown_key")
             raise ValidationError.from_exception_data(cls.__name__, lines) from None
 

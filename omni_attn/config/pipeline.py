@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from omni_attn.config.attention import AttentionConfig
-from omni_attn.config.base import ConfigModel, Count, NonNegative, PathText, PositiveInt, Text
+from omni_attn.config.base import ConfigModel, PathText, Text
+from omni_attn.config.generation import FAMILIES, Generation
 from omni_attn.config.names import nearest
 from omni_attn.config.spec import NameShorthand
 from omni_attn.config.tuned import TunedFor
 
-PIPELINES = ("wan",)
+PIPELINES = tuple(FAMILIES)
 """Names that `pipeline` may have."""
-
-
-def _side(value: int) -> int:
-    if value % 16:
-        below = value // 16 * 16
-        near = f"{below} or {below + 16}" if below else "16"
-        raise ValueError(f"must be a positive multiple of 16, found {value}. Nearest: {near}")
-    return value
-
-
-def _frames(value: int) -> int:
-    if value % 4 != 1:
-        below = (value - 1) // 4 * 4 + 1
-        raise ValueError(
-            f"must be 1 more than a multiple of 4, found {value}. Nearest: {below} or {below + 4}"
-        )
-    return value
 
 
 def _pipeline_name(value: str) -> str:
@@ -45,46 +41,37 @@ def _empty_section(value: object) -> object:
     return {} if value is None else value  # a section whose lines are all commented out reads as null
 
 
-Side = Annotated[PositiveInt, Field(json_schema_extra={"multipleOf": 16}), AfterValidator(_side)]
-_SECTION = BeforeValidator(_empty_section)
+def _generation_by_family(schema: dict[str, Any]) -> None:
+    """Says in a JSON Schema which kind of `generation` goes with which `pipeline`, and which takes an adapter."""
+    generation = schema["properties"]["generation"]
+    del generation["default"]  # it is the family's
+    schema["allOf"] = [
+        {
+            "if": {"properties": {"pipeline": {"const": name}}, "required": ["pipeline"]},
+            "then": {
+                "properties": {
+                    "generation": section,
+                    **({} if kind.takes_adapter else {"adapter": {"type": "null"}}),
+                }
+            },
+        }
+        for (name, kind), section in zip(
+            FAMILIES.items(), generation["anyOf"], strict=True
+        )  # in the same order
+    ]
 
 
-class GenerationConfig(ConfigModel):
-    """Size, length and guidance of the video, and what it is made from."""
+class _Guessed(NamedTuple):
+    """A section `generation`, and the family by whose rules it is judged though none was named."""
 
-    height: Side = 480
-    """Height in pixels, a multiple of 16."""
-    width: Side = 832
-    """Width in pixels, a multiple of 16."""
-    num_frames: Annotated[PositiveInt, AfterValidator(_frames)] = 81
-    """Frames of the video: 1 more than a multiple of 4."""
-    num_inference_steps: PositiveInt = 50
-    """Denoising steps."""
-    guidance_scale: NonNegative = 5.0
-    """Strength of classifier-free guidance; up to 1 means none."""
-    guidance_scale_2: NonNegative | None = None
-    """The same for the second expert of a two-expert model; null uses `guidance_scale`."""
-    seed: Annotated[Count, Field(lt=2**64)] = 0
-    """Seed of the noise and of everything else that is drawn."""
-    prompt: Text | None = None
-    """What the video shows; needs a checkpoint with a text encoder."""
-    negative_prompt: Text | None = None
-    """What it should not show."""
-    prompt_embeds: PathText | None = None
-    """A `.safetensors` file of prompt embeddings, in place of `prompt`."""
-    image: PathText | None = None
-    """For image-conditioned models: a picture, a `.safetensors` file of condition latents, or `seeded`."""
-
-    @field_validator("prompt_embeds")
-    @classmethod
-    def _one_prompt(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("prompt") is not None:
-            raise ValueError("give either prompt or prompt_embeds, not both")
-        return value
+    family: str
+    section: Any
 
 
 class PipelineConfig(ConfigModel):
     """One pipeline file. Relative paths in it are relative to the current directory."""
+
+    model_config = ConfigDict(json_schema_extra=_generation_by_family)
 
     pipeline: Annotated[
         Text, Field(json_schema_extra={"enum": list(PIPELINES)}), AfterValidator(_pipeline_name)
@@ -92,10 +79,14 @@ class PipelineConfig(ConfigModel):
     """Family of the model."""
     model: PathText
     """Name of a preset, or a checkpoint folder in diffusers' format."""
-    attention: Annotated[AttentionConfig, _SECTION, NameShorthand()] = AttentionConfig()
+    adapter: PathText | None = None
+    """An adapter that becomes part of the weights as they are loaded, for families that have such: FastH3's."""
+    attention: Annotated[AttentionConfig, BeforeValidator(_empty_section), NameShorthand()] = (
+        AttentionConfig()
+    )
     """Which backend each role of the model uses."""
-    generation: Annotated[GenerationConfig, _SECTION] = GenerationConfig()
-    """What to generate."""
+    generation: Generation = Field(default=cast(Any, None), validate_default=True)
+    """What to generate: the keys are those of the family."""
     device: Annotated[Text, Field(min_length=1)] = "auto"
     """Device to run on, such as `cuda:1` or `cpu`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -104,3 +95,38 @@ class PipelineConfig(ConfigModel):
     """Folder for what is written."""
     tuned_for: TunedFor | None = None
     """Where `attention` was measured, written by `omni-attn tune`; null for choices that nobody measured."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _guess_a_misspelt_family(cls, value: Any) -> Any:
+        """All problems of a file come at once, those of a section as well whose family is misspelt."""
+        if not isinstance(value, Mapping) or "generation" not in value:
+            return value
+        name = value.get("pipeline")
+        near = nearest(name, PIPELINES) if isinstance(name, str) and name not in PIPELINES else None
+        return value if near is None else {**value, "generation": _Guessed(near, value["generation"])}
+
+    @field_validator("adapter")
+    @classmethod
+    def _adapter_of_a_family_that_has_them(cls, value: str | None, info: ValidationInfo) -> str | None:
+        family = info.data.get("pipeline")
+        if value is not None and family is not None and not FAMILIES[family].takes_adapter:
+            able = ", ".join(name for name, kind in FAMILIES.items() if kind.takes_adapter)
+            raise ValueError(f"pipeline {family} fuses none. Leave it out; those that do: {able}")
+        return value
+
+    @field_validator("generation", mode="wrap")
+    @classmethod
+    def _generation_of_the_family(
+        cls, value: Any, _: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Generation:
+        """Reads the section by the rules of the family alone, not as whatever member of the union takes it."""
+        family = info.data.get("pipeline")
+        if isinstance(value, _Guessed):
+            family, value = value
+        if family is not None:
+            return FAMILIES[family].model_validate(_empty_section(value), context=info.context)
+        # Which keys are right is unknown without a family, and its own problem is told.
+        if not isinstance(value, (Mapping, NoneType, *FAMILIES.values())):
+            raise PydanticCustomError("dict_type", "Input should be a valid dictionary")
+        return next(iter(FAMILIES.values()))()

@@ -106,6 +106,7 @@ class KernelFacts:
         min_query_tokens, min_key_tokens: shortest sequences.
         key_tile, min_ragged_keys: key lengths that are no multiple of key_tile need at least min_ragged_keys tokens,
             except in causal attention, whose mask covers the rest of the last tile.
+        self_attention_only: it ranks what belongs together, and is refused to roles of cross-attention.
         needs_video_grid: it needs the (T, H, W) grid that a model publishes.
         compile_mode: "traceable" (torch ops only), "custom_op" (wrapped, with a fake) or "eager_only".
         cudagraph: calls can be captured in a CUDA graph.
@@ -146,6 +147,7 @@ class KernelFacts:
     min_key_tokens: int = 1
     key_tile: int = 1
     min_ragged_keys: int = 1
+    self_attention_only: bool = False
     needs_video_grid: bool = False
     compile_mode: Literal["traceable", "custom_op", "eager_only"] = "eager_only"
     cudagraph: bool = False

@@ -208,6 +208,9 @@ def _feature_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[
     right = -1 if request.window is None or request.causal else request.window[1]
     if right >= 0 and facts.window and not facts.right_windows:
         yield f"needs a window of {right} tokens to the right, found support for a limit to the left only"
+    if facts.self_attention_only and request.is_cross:
+        category = f' of category "{request.role_category}"' if request.role_category else ""
+        yield f'needs self-attention, found role "{request.role}"{category}'
     if facts.needs_video_grid and not request.video_grid:
         yield f'needs a layer that publishes its video grid, found none for role "{request.role}"'
     mode = request.sequence_parallel

@@ -133,6 +133,11 @@ class AttentionRequest:
         return self.softmax_scale is None or abs(self.softmax_scale * self.head_size**0.5 - 1) < 1e-6
 
     @property
+    def is_cross(self) -> bool:
+        """True where role or category say that keys come from elsewhere, and no grid of its own says otherwise."""
+        return not self.video_grid and "cross" in (self.role.partition(".")[0], self.role_category)
+
+    @property
     def unequal_lengths(self) -> bool:
         """True where the hints say that query and key lengths differ."""
         hints = (self.max_seqlen_q, self.max_seqlen_k)

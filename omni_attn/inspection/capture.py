@@ -107,6 +107,11 @@ def capture(
     finally:
         for handle in handles:
             handle.remove()
+    if not watch.steps_seen:
+        raise ConfigError(
+            f"--role {target.role}: its layers ran outside of the denoising steps (no record stated one), so there "
+            "is no step to look at. Choose another role."
+        )
     raise ConfigError(
         f"--step {target.step}: this model's sampler makes {watch.steps_seen} steps, numbered from 0 to "
         f"{watch.steps_seen - 1}. Choose one of these."

@@ -75,21 +75,39 @@ def tick_numbers(tiles: int, pixels: float) -> list[int]:
     return list(range(0, tiles, step))
 
 
-def frame_spans(blocks: BlockPartition, grid: tuple[int, int, int] | None) -> list[tuple[int, int, str]]:
-    """Runs of blocks from the same frames: (first block, one past the last, "frames 0-3"); none without a grid."""
-    if grid is None or prod(grid) != blocks.tokens:
+def frame_spans(
+    blocks: BlockPartition, grid: tuple[int, int, int] | None, before: int = 0
+) -> list[tuple[int, int, str]]:
+    """Runs of blocks from the same frames: (first block, one past the last, "frames 0-3"); none without a grid.
+
+    Args:
+        blocks: of the whole sequence.
+        grid: (T, H, W) of the video at its end.
+        before: tokens before the video, which count as "prefix".
+    """
+    if grid is None or before + prod(grid) != blocks.tokens:
         return []
     order, offsets = blocks.order.cpu(), blocks.offsets.cpu().long()
     per_frame = grid[1] * grid[2]
-    first, last = order[offsets[:-1]] // per_frame, order[offsets[1:] - 1] // per_frame
+    first, last = order[offsets[:-1]] - before, order[offsets[1:] - 1] - before
     spans: list[tuple[int, int, str]] = []
-    for number, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        name = f"frame {low}" if low == high else f"frames {low}-{high}"
+    for number, ends in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        name = _part_name(*ends, per_frame)
         if spans and spans[-1][2] == name:
             spans[-1] = (spans[-1][0], number + 1, name)
         else:
             spans.append((number, number + 1, name))
     return spans
+
+
+def _part_name(first: int, last: int, per_frame: int) -> str:
+    """Where a block lies whose ends are these tokens of the video; what lies before the video is negative."""
+    if first < 0 and last < 0:
+        return "prefix"
+    if first < 0 or last < 0:
+        return "prefix and video"
+    low, high = first // per_frame, last // per_frame
+    return f"frame {low}" if low == high else f"frames {low}-{high}"
 
 
 class Pen:

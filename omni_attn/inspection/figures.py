@@ -23,7 +23,7 @@ class Figures:
         least_mass_kept: the same of the query tile that keeps least, and least_tile its number.
         error: norm of (output - dense output) / norm of the dense output.
         error_without_coarse: the same of exact attention over the selected tiles alone; equal in meaning to `error`
-            where there is no coarse term.
+            where there are no summaries and no coarse term.
         kernel_error: norm of (output - what the selection says should come out) / norm of the latter.
     """
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
 
+from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.config import PipelineConfig
 from omni_attn.errors import ConfigError
 from omni_attn.inspection.capture import CapturedCall, capture
 from omni_attn.inspection.figures import Figures, figures_of_all, figures_of_heads, relative_error
 from omni_attn.inspection.mass import Comparison, compare_with_dense
-from omni_attn.inspection.speed import Speed, dense_layer, measure_speed
+from omni_attn.inspection.speed import Speed, dense_layer, measure_speed, tokens_in_use
 from omni_attn.inspection.target import Target, check_selects_blocks, check_target
 from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.ops.block_sparse.selection import BlockSelection
@@ -27,7 +29,7 @@ class Inspection:
         target: the call; name: its layer in the model.
         label: backend and variant; source: where the choice comes from; route: what ran.
         num_steps, sigma: the loop's length, and the noise level of the step.
-        grid: the video's token grid, None where the model states none.
+        grid: the video's token grid, None where the model states none; before: tokens before the video.
         device, dtype: of the tensors.
         selection, compared: what was selected, and what it means beside dense attention.
         heads, total: the figures.
@@ -53,6 +55,14 @@ class Inspection:
     dense_error: float
     speed: Speed
     notes: tuple[str, ...]
+    before: int = 0
+
+    @property
+    def added(self) -> str | None:
+        """What takes part beside the attention over the selected tiles, None = nothing."""
+        if self.selection.summaries:
+            return "means"
+        return "coarse" if self.has_coarse else None
 
     @property
     def has_coarse(self) -> bool:
@@ -68,13 +78,14 @@ class Inspection:
                 name: getattr(self, name)
                 for name in ("name", "label", "source", "route", "num_steps", "sigma")
             },
-            **{name: getattr(self, name) for name in ("grid", "device", "dtype")},
+            **{name: getattr(self, name) for name in ("grid", "before", "device", "dtype")},
             "query_tokens": queries.tokens,
             "key_tokens": keys.tokens,
             "query_tiles": queries.num_blocks,
             "key_tiles": keys.num_blocks,
             "tile_capacity": keys.capacity,
             "coarse_term": self.has_coarse,
+            "summaries": self.selection.summaries,
             "total": self.total.to_dict(),
             "heads": [head.to_dict() for head in self.heads],
             "mass_kept_by_tile": self.compared.kept.mean(0).tolist(),
@@ -114,10 +125,11 @@ def inspect_call(
         call.output,
         selection,
         _scale(call),
-        others={"dense backend": dense(call.query, call.key, call.value)},
+        others={"dense backend": dense(*tokens_in_use(call, selection))},
     )
     total, chosen = figures_of_all(selection, compared), call.layer.selection
     assert chosen is not None
+    grid, before = _video(call.record)
     return Inspection(
         target=call.target,
         name=call.name,
@@ -126,7 +138,8 @@ def inspect_call(
         route=call.layer.route,
         num_steps=call.record.num_steps,
         sigma=call.record.sigma,
-        grid=call.record.vsa_dit_seq_shape,
+        grid=grid,
+        before=before,
         device=str(call.query.device),
         dtype=str(call.query.dtype).removeprefix("torch."),
         selection=selection,
@@ -164,6 +177,14 @@ def select_again(call: CapturedCall, platform: OmniPlatform) -> BlockSelection:
             "another step or layer, or fewer tiles."
         )
     return selection
+
+
+def _video(record: AttentionMetadata) -> tuple[tuple[int, int, int] | None, int]:
+    """The grid of the video at the end of a sequence, None where the record states none, and the tokens before it."""
+    layout = record.video_layout
+    if layout is None or not layout.spans:
+        return record.vsa_dit_seq_shape, 0
+    return layout.spans[-1], layout.used_len - prod(layout.spans[-1])
 
 
 def _scale(call: CapturedCall) -> float:

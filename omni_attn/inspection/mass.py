@@ -25,9 +25,9 @@ class Comparison:
         kept: [B, H, Q], share that falls on the selected blocks.
         dense: [B, H], squared norm of the dense output.
         deviations: by name of the output, [B, H], squared norm of its difference from the dense output.
-        sparse_alone: the same for exact attention over the selected blocks, without a coarse term.
+        sparse_alone: the same for exact attention over the selected blocks, without summaries or a coarse term.
         kernel: squared norm of the difference between the call's own output and exact attention over the selected
-            blocks with the coarse term added; kernel_norm: that of the latter.
+            blocks, with the summaries or the coarse term that belong to it; kernel_norm: that of the latter.
     """
 
     mass: torch.Tensor
@@ -99,13 +99,17 @@ class _Run:
             self.keys.pack(tensor[item : item + 1, : self.keys.tokens, group].to(self.wide))[0]
             for tensor in (self.key, self.value)
         )
+        means = [x.view(self.keys.num_blocks, self.keys.capacity, -1).sum(1) for x in (keys, values)]
+        mean_keys, mean_values = (x / self.keys.block_sizes[:, None] for x in means)
+        bias = self.keys.block_sizes.to(self.wide).log()
         blocks = self.queries.num_blocks
         mass = keys.new_zeros(blocks, self.keys.num_blocks)
         kept = keys.new_zeros(blocks)
         squares = dict.fromkeys(self.squares, keys.new_zeros(()))
         for tokens in torch.split(self.queries.order.long(), rows):
             block = self.queries.block_of[tokens]
-            scores = self.query[item, tokens, head].to(self.wide) @ keys.mT * self.scale
+            query = self.query[item, tokens, head].to(self.wide)
+            scores = query @ keys.mT * self.scale
             scores = scores.masked_fill(self.is_pad, float("-inf"))
             dense = scores.softmax(-1)
             on_blocks = dense.view(len(tokens), -1, self.keys.capacity).sum(-1)  # [N, K]
@@ -113,8 +117,12 @@ class _Run:
             mass.index_add_(0, block, on_blocks)
             kept.index_add_(0, block, (on_blocks * chosen).sum(-1))
             left_out = ~chosen.repeat_interleave(self.keys.capacity, -1)
-            sparse = _weights(scores.masked_fill(left_out, float("-inf"))) @ values
-            parts = self._parts(item, head, tokens, block, dense @ values, sparse)
+            scores = scores.masked_fill(left_out, float("-inf"))
+            alone = exact = _weights(scores) @ values
+            if self.selection.summaries:
+                of_means = (query @ mean_keys.mT * self.scale + bias).masked_fill(chosen, float("-inf"))
+                exact = _weights(torch.cat([scores, of_means], -1)) @ torch.cat([values, mean_values])
+            parts = self._parts(item, head, tokens, block, dense @ values, alone, exact)
             for name, part in parts.items():
                 squares[name] = squares[name] + part.square().sum()
         sizes = self.queries.block_sizes
@@ -130,19 +138,20 @@ class _Run:
         tokens: torch.Tensor,
         block: torch.Tensor,
         dense: torch.Tensor,
-        sparse: torch.Tensor,
+        alone: torch.Tensor,
+        exact: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Differences whose squares are summed, each [N, Dv]."""
         outputs = {name: x[item, tokens, head].to(self.wide) for name, x in self.outputs.items()}
-        exact, coarse = sparse, self.selection.coarse
+        coarse = self.selection.coarse
         if coarse is not None:
             added = coarse.output[item, head, block].to(self.wide)
             if coarse.gate is not None:
                 added = added * coarse.gate[item, tokens, head].to(self.wide)
-            exact = sparse + added
+            exact = exact + added
         return {
             "dense": dense,
-            "sparse_alone": sparse - dense,
+            "sparse_alone": alone - dense,
             "kernel": outputs["output"] - exact,
             "kernel_norm": exact,
             **{name: found - dense for name, found in outputs.items()},

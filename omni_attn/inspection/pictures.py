@@ -81,11 +81,9 @@ def _head(found: Inspection, figures: Figures, colours: torch.Tensor, kept: torc
     pen.text(_MARGIN, _MARGIN + 46, f"attention mass kept: {_percent(figures.mass_kept)}, {least}")
 
     pen.paste(enlarged(colours, width, height), left, top)
-    grid = found.grid
-    pen.tile_axis(
-        left, top, queries.num_blocks, pixels, frame_spans(queries, grid), name="query tile", downwards=True
-    )
-    pen.tile_axis(left, top + height, keys.num_blocks, pixels, frame_spans(keys, grid), name="key tile")
+    rows, columns = (frame_spans(blocks, found.grid, found.before) for blocks in (queries, keys))
+    pen.tile_axis(left, top, queries.num_blocks, pixels, rows, name="query tile", downwards=True)
+    pen.tile_axis(left, top + height, keys.num_blocks, pixels, columns, name="key tile")
 
     x = left + width + 30
     for share in (0, 0.5, 1):
@@ -167,7 +165,7 @@ def _mass_kept(found: Inspection, kept: torch.Tensor) -> Pen:
             pen.text(left + width + 9, middle, f"mean {_percent(figures.mass_kept)}", size=12, anchor="lm")
     pen.text_upwards(_MARGIN + 10, top + height / 2, "head")
     _curve(pen, kept, left, top + height + 24, width, curve)
-    spans = frame_spans(found.selection.query_blocks, found.grid)
+    spans = frame_spans(found.selection.query_blocks, found.grid, found.before)
     pen.tile_axis(left, top + height + 24 + curve, tiles, pixels, spans, name="query tile")
     labels = ("0 %", "25 %", "50 %", "75 %", "100 %")
     pen.legend(_MARGIN + 24, top + height + curve + 116, KEPT, "mass kept (heat map)", labels, 240)

@@ -48,11 +48,14 @@ def predicted_speedup(selection: BlockSelection) -> float:
     """Pairs of dense attention over the pairs that are computed, all heads together.
 
     A pair of tokens is two products, query by key and weight by value. Scoring a pair of blocks by their means is one
-    product, so half a pair; a coarse term needs both.
+    product, so half a pair; a coarse term needs both. With summaries, the means of all key blocks pass by each query
+    token.
     """
     queries, keys = selection.query_blocks, selection.key_blocks
     pairs = token_pairs(selection)
     coarse = queries.num_blocks * keys.num_blocks * (0.5 if selection.coarse is None else 1.0)
+    if selection.summaries:
+        coarse += queries.tokens * keys.num_blocks
     dense = queries.tokens * keys.tokens * pairs.numel()
     return dense / (int(pairs.sum()) + coarse * pairs.numel())
 
@@ -68,6 +71,14 @@ def dense_layer(call: CapturedCall, platform: OmniPlatform) -> Attention:
     return case_of_request(request).layer(None, platform)
 
 
+def tokens_in_use(
+    call: CapturedCall, selection: BlockSelection
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value without the padding behind them, of which dense attention must not know."""
+    queries, keys = selection.query_blocks.tokens, selection.key_blocks.tokens
+    return call.query[:, :queries], call.key[:, :keys], call.value[:, :keys]
+
+
 def measure_speed(
     call: CapturedCall,
     dense: Attention,
@@ -80,7 +91,7 @@ def measure_speed(
     tensors = (call.query, call.key, call.value)
     plain = AttentionMetadata()
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "dense": partial(dense, *tensors, plain),
+        "dense": partial(dense, *tokens_in_use(call, selection), plain),
         "sparse": partial(call.layer, *tensors, call.record),
     }
     device = call.query.device

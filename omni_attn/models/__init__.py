@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
 
-_FAMILIES = {"wan": "omni_attn.models.wan.family"}
+if TYPE_CHECKING:  # it imports torch, which a model's configuration does not need
+    from omni_attn.models.family import ModelFamily
+
+_FAMILIES = {
+    "wan": "omni_attn.models.wan.family",
+    "minimax_h3": "omni_attn.models.minimax_h3.family",
+}
 
 
-def get_family(name: str) -> ModuleType:
+def get_family(name: str) -> ModelFamily:
     """The module that builds and runs pipelines of this family, imported only now.
 
     Raises:
@@ -23,4 +29,4 @@ def get_family(name: str) -> ModuleType:
         raise ConfigError(
             f"pipeline: {name!r} is not a model family. {hint}Families: {', '.join(_FAMILIES)}."
         )
-    return importlib.import_module(_FAMILIES[name])
+    return cast("ModelFamily", importlib.import_module(_FAMILIES[name]))

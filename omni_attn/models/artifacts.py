@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -26,13 +27,20 @@ def create_output_folder(path: str) -> Path:
     """The folder, created with its parents if it does not exist.
 
     Raises:
-        ConfigError: it cannot be created or is a file.
+        ConfigError: it cannot be created, is a file, or takes no file.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: {path!r} cannot be a folder here ({error}). Name another one.") from error
+    try:
+        with TemporaryFile(dir=folder):  # the only sure way to know, and before the hours that results take
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output: no file can be written into {path!r} ({error}). Name another one."
+        ) from error
     return folder
 
 

@@ -47,6 +47,20 @@ def calibrate(model: nn.Module, calibrations: Mapping[str, SkipSoftmaxCalibratio
         layer.calibrate("dense" if calibration is None else calibration.of_layer(name, component))
 
 
+def calibrate_pipeline(model: nn.ModuleDict, folder: Path | None) -> None:
+    """Calibrates the layers of all transformers of a pipeline, which are called as their folders; see `calibrate`.
+
+    Args:
+        model: the transformers.
+        folder: holds their folders; None for a preset, which has no calibration.
+
+    Raises:
+        ConfigError: see `calibrate` and `read_calibrations`.
+    """
+    names = list(model)
+    calibrate(model, read_calibrations(folder, names) if folder else dict.fromkeys(names))
+
+
 def read_calibrations(folder: Path, components: Sequence[str]) -> dict[str, SkipSoftmaxCalibration | None]:
     """Component -> calibration, from the config.json of each.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,21 @@ def stored_names(folder: Path, stem: str) -> frozenset[str]:
     return frozenset()
 
 
+def stored_header(folder: Path, stem: str) -> dict[str, Any]:
+    """What the headers say about each weight that `read_safetensors` would read; nothing where there are none.
+
+    Raises:
+        ConfigError: a shard is missing, or a file is broken.
+    """
+    if not any((folder / f"{stem}.safetensors{ending}").is_file() for ending in ("", ".index.json")):
+        return {}
+    return {
+        name: entry
+        for path in _weight_files(folder, stem)
+        for name, entry in read_safetensors_header(path).items()
+    }
+
+
 def _weight_files(folder: Path, stem: str) -> list[Path]:
     whole, index = folder / f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if whole.is_file():
@@ -154,8 +169,9 @@ def assign_weights(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     keeps_float32: Callable[[str], bool],
-    ignored: Callable[[str], bool],
+    ignored: Callable[[str], bool] = lambda name: False,
     source: str,
+    finish: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Gives a model that was built on the meta device these weights, moved and cast one at a time.
 
@@ -165,8 +181,9 @@ def assign_weights(
         device: the CPU if None.
         dtype: of every weight but those that stay in float32, as stored if None.
         keeps_float32: whether the parameter of this name is float32 in any case.
-        ignored: whether a key that the model lacks may be left out, with a warning.
+        ignored: whether a key that the model lacks may be left out, with a warning; none may if not given.
         source: where the weights came from, for error texts.
+        finish: what becomes of the weight of a name once it has been moved; it keeps shape, dtype and device.
 
     Raises:
         ConfigError: a weight is missing, unexpected, or of another shape or of no floating dtype.
@@ -180,13 +197,20 @@ def assign_weights(
             f"{source}: weights and config.json must describe the same model; nothing was loaded. Check "
             "that both come from one checkpoint.",
         )
-    fitted = {
-        name: state[name].to(
-            device or "cpu", torch.float32 if keeps_float32(name) else dtype or state[name].dtype
-        )
-        for name in wanted
-    }
+    fitted = {}
+    for name in wanted:
+        weight = state[name]
+        target = torch.float32 if keeps_float32(name) else dtype or weight.dtype
+        if finish is not None:
+            weight = finish(name, weight.to(device or "cpu"))
+        fitted[name] = weight.to(device or "cpu", target)
     model.load_state_dict(fitted, assign=True)
+
+
+def stored_dtype(state: Mapping[str, Tensor], name: str) -> torch.dtype | None:
+    """The dtype of one weight; None if it is not there, or of a dtype that no model has."""
+    weight = state.get(name)
+    return weight.dtype if weight is not None and weight.dtype in FLOATS.values() else None
 
 
 def resolve_float(dtype: torch.dtype | str) -> torch.dtype:

@@ -65,11 +65,11 @@ class FeedForward(nn.Module):
 class EmbeddingMLP(nn.Module):
     """Linear, activation, Linear, as `linear_1` and `linear_2`."""
 
-    def __init__(self, in_dim: int, dim: int, activation: nn.Module) -> None:
+    def __init__(self, in_dim: int, dim: int, activation: nn.Module, out_dim: int | None = None) -> None:
         super().__init__()
         self.linear_1 = nn.Linear(in_dim, dim)
         self.activation = activation
-        self.linear_2 = nn.Linear(dim, dim)
+        self.linear_2 = nn.Linear(dim, dim if out_dim is None else out_dim)
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.linear_2(self.activation(self.linear_1(input)))
@@ -79,7 +79,7 @@ class EmbeddingMLP(nn.Module):
 def timestep_sinusoid(timestep: Tensor, dim: int) -> Tensor:
     """Cosines, then sines, of the timestep at `dim / 2` frequencies from 1 down to almost 1 / 10000.
 
-    Frequency i is `exp(-ln(10000) * i / (dim / 2))`; the timestep is used as it is (0..1000, not rescaled).
+    Frequency i is `exp(-ln(10000) * i / (dim / 2))`; the timestep is used as it is, not rescaled.
 
     Args:
         timestep: any shape, any dtype.

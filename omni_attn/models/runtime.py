@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from omni_attn.config import AttentionConfig
 from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError, MissingExtraError
+from omni_attn.platforms import current_omni_platform
+from omni_attn.selector import current_scope, use_attention_config
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -108,6 +112,20 @@ def resolve_dtype(name: str, device_kind: str) -> str:
         hint = f"Did you mean {guess!r}?" if guess else f"Write auto, {', '.join(DTYPES)}."
         raise ConfigError(f"dtype: {name!r} is not a dtype that models run in. {hint}")
     return name
+
+
+def select_for(
+    device: torch.device | str | None, dtype: torch.dtype | None
+) -> AbstractContextManager[AttentionConfig]:
+    """The scope in force, with what loading knows better: the dtype, and the device where one was asked for.
+
+    Assumed facts of a device of the same kind stay in force.
+    """
+    scope = current_scope()
+    platform = scope.platform_or_current()
+    if device is not None and torch.device(device).type != platform.device.kind:
+        platform = current_omni_platform(device)
+    return use_attention_config(scope.config_for(), platform=platform, dtype=dtype, lengths=scope.lengths)
 
 
 def parameter_bytes(model: nn.Module) -> int:

@@ -1,7 +1,8 @@
-"""A video's token grid (T, H, W) cut into tiles of neighbouring tokens."""
+"""A video's token grid (T, H, W) cut into tiles of neighbouring tokens; segments before it into chunks as large."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -12,6 +13,12 @@ from omni_attn.ops.block_sparse.kept import keep_captured
 from omni_attn.ops.block_sparse.partition import BlockPartition
 
 Extent = tuple[int, int, int]
+
+
+def extent_of(numbers: Sequence[int]) -> Extent:
+    """The extent in a sequence of three numbers, which is what operators hand over."""
+    frames, rows, columns = numbers
+    return frames, rows, columns
 
 
 def axis_sizes(length: int, tile: int) -> list[int]:
@@ -31,6 +38,11 @@ def tile_count(grid: Extent, tile: Extent) -> int:
     return frames * rows * columns
 
 
+def chunk_sizes(segments: Sequence[int], tile: Extent) -> list[int]:
+    """Tokens of each chunk of the segments before a video: as many as a tile has, none across two segments."""
+    return [size for segment in segments for size in axis_sizes(segment, prod(tile))]
+
+
 def partition(grid: Extent, tile: Extent) -> torch.Tensor:
     """int64 [T*H*W]: the tokens, numbered in raster order, tile by tile, and in raster order inside a tile."""
     numbers = torch.arange(grid[0] * grid[1] * grid[2], device="cpu").view(grid)
@@ -45,22 +57,29 @@ def partition(grid: Extent, tile: Extent) -> torch.Tensor:
     )
 
 
-def video_tiles(grid: Extent, tile: Extent, device: torch.device) -> BlockPartition:
-    """The tiles of a grid in raster order as a partition of its tokens on a device; kept for later calls.
+def video_tiles(
+    grid: Extent, tile: Extent, device: torch.device, segments: tuple[int, ...] = ()
+) -> BlockPartition:
+    """The chunks of the segments before a video, then the tiles of its grid in raster order, as a partition of the
+    tokens on a device; kept for later calls.
 
     Not for compiled code, where the cache cannot be asked: call it inside an operator.
 
     Raises:
         MetadataError: the first call for a grid lies inside a CUDA-graph capture.
     """
-    tiles = _video_tiles(grid, tile, device)
+    tiles = _video_tiles(grid, tile, device, segments)
     keep_captured(tiles, device)
     return tiles
 
 
 @lru_cache(maxsize=64)
-def _video_tiles(grid: Extent, tile: Extent, device: torch.device) -> BlockPartition:
+def _video_tiles(
+    grid: Extent, tile: Extent, device: torch.device, segments: tuple[int, ...]
+) -> BlockPartition:
+    chunks, before = chunk_sizes(segments, tile), sum(segments)
     # Of a tile that reaches beyond the grid no more is ever filled, and executors have buffers for whole tiles.
-    capacity = prod(map(min, grid, tile))
+    capacity = max(prod(map(min, grid, tile)), *chunks, 1)
+    order = torch.cat([torch.arange(before, device="cpu"), before + partition(grid, tile)])
     with torch.inference_mode(False):  # kept tensors must serve calls with gradients too
-        return BlockPartition.of(partition(grid, tile), tile_sizes(grid, tile), capacity, device)
+        return BlockPartition.of(order, [*chunks, *tile_sizes(grid, tile)], capacity, device)

@@ -68,6 +68,7 @@ SHAPES: dict[str, Shape] = {
         _video("wan2.2-5b-720p", (31, 22, 40), heads=24),
         _video("hunyuanvideo-720p", (33, 45, 80), heads=24),
         _video("hunyuanvideo-720p-padded", (33, 45, 80), heads=24, text=256, kept=40),
+        Shape(name="minimax-h3-5s", batch=1, queries=37740, keys=37740, heads=56, head_size=128),
         _video("ltx-512p", (13, 16, 24), heads=32, head_size=64),
         _video("tiny", (4, 8, 8), heads=4, head_size=64),
         Shape(name="tiny-cross", batch=1, queries=256, keys=64, heads=4, head_size=64, role="cross"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,13 @@ from omni_attn.facts import AttentionRequest
 from omni_attn.models.runtime import Progress, no_progress, resolve_dtype
 from omni_attn.platforms import OmniPlatform
 from omni_attn.tuning.bench import EXTRA_CALLS, ROUNDS
-from omni_attn.tuning.candidates import candidates_for, every_spec, facts_of
+from omni_attn.tuning.candidates import Candidate, candidates_for, every_spec, facts_of
 from omni_attn.tuning.cases import Case, case_of_request
 from omni_attn.tuning.estimate import check_cost
 from omni_attn.tuning.measure import Result, measure
 
 MAX_ERROR = 5e-3
+_LOSS = "what that loses is to be judged on a model's own queries and keys (`omni-attn inspect` does)"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def tune(
         if request.role in unmeasured:
             continue
         case = case_of_request(request)
-        candidates = candidates_for(case.request, platform, _specs(config, case, platform))
+        candidates = _without_selecting(
+            candidates_for(case.request, platform, _specs(config, case, platform)), platform
+        )
         accepted = sum(candidate.verdict.accepted for candidate in candidates)
         check_cost(case, device, accepted * (rounds + EXTRA_CALLS))
         todo.append((case, layers, candidates))
@@ -120,13 +123,24 @@ def _why_unmeasured(
     if not (request.max_seqlen_q and request.max_seqlen_k):
         return "the model states no token counts for it"
     own, _ = attention.resolve(request.role, request.role_category)
-    facts = None if own is None or not request.video_grid else facts_of(own.backend, platform)
-    if own is None or facts is None or not facts.needs_video_grid:
+    facts = None if own is None else facts_of(own.backend, platform)
+    if own is None or facts is None or not facts.selects_blocks:
         return None
-    return (
-        f"the file chooses {own.backend}, and what that loses is to be judged on a model's own queries and keys "
-        "(`omni-attn inspect` does); take it out of the file to have dense backends measured"
-    )
+    if not request.video_grid and not candidates_for(request, platform, (own,))[0].verdict.accepted:
+        return None  # it cannot serve the role, and measuring says so
+    return f"the file chooses {own.backend}, and {_LOSS}; take it out of the file to have dense backends measured"
+
+
+def _without_selecting(candidates: Iterable[Candidate], platform: OmniPlatform) -> tuple[Candidate, ...]:
+    """The candidates, of which those that select blocks are refused: on seeded tensors one might win by luck."""
+    judged = []
+    for candidate in candidates:
+        facts = facts_of(candidate.spec.backend, platform)
+        if candidate.verdict.accepted and facts is not None and facts.selects_blocks:
+            refused = replace(candidate.verdict, reasons=(f"selects blocks, and {_LOSS}",))
+            candidate = replace(candidate, verdict=refused)
+        judged.append(candidate)
+    return tuple(judged)
 
 
 def _specs(config: PipelineConfig, case: Case, platform: OmniPlatform) -> tuple[AttentionSpec, ...]:

@@ -179,7 +179,7 @@ def test_a_watched_executor_is_itself_again() -> None:
     setting = Setting(RAGGED, inputs_of(RAGGED, "random"), sparsity=0.5, topk=6)
     with watched(executor, CPU) as watch:
         setting.composed(executor)
-    assert len(watch.marks) == 4 and all(time >= 0 for time in watch.phases().values())
+    assert set(watch.marks) == {"pack", "attend"} and all(time >= 0 for time in watch.phases().values())
     assert not vars(executor)
 
 

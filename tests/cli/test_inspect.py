@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.block_summary_layers import blocks_of
 from tests.cli.conftest import Cli
 from tests.inspection.stubs import TILED
 from tests.selection.stubs import registered
@@ -70,6 +71,14 @@ def test_the_coarse_term_has_a_column(cli: Cli, pipeline: Write) -> None:
     assert result.exit_code == 0, result.stderr
     assert "without coarse" in result.stdout
     assert "without coarse" not in cli("inspect", pipeline(SPARSE), *ONE_CALL).stdout
+
+
+def test_means_that_take_part_have_a_column(cli: Cli, pipeline: Write) -> None:
+    file = pipeline("{per_role: {self: {backend: BLOCK_SUMMARY_ATTN, block_sparse: {sparsity: 0.6}}}}")
+    with blocks_of(8):
+        result = cli("inspect", file, *ONE_CALL)
+    assert result.exit_code == 0, result.stderr
+    assert "without means" in result.stdout
 
 
 def test_a_dense_backend_is_refused(cli: Cli, pipeline: Write, tmp_path: Path) -> None:

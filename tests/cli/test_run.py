@@ -47,6 +47,32 @@ def test_the_sparse_example(cli: Cli, tmp_path: Path) -> None:
     assert (tmp_path / "outputs" / "fastwan_vsa" / "latents.safetensors").is_file()
 
 
+H3_VSA = (
+    "model=fasth3-tiny",
+    "attention.per_role.self={backend: FASTVIDEO_VSA, fastvideo_vsa: {sparsity: 0.8}}",
+)
+
+
+@pytest.mark.parametrize(("sets", "shown"), [((), "TORCH_SDPA"), (H3_VSA, "1 of 4 tiles, beside 104 tokens")])
+def test_video_and_sound_of_the_joint_example(
+    cli: Cli, tmp_path: Path, sets: tuple[str, ...], shown: str
+) -> None:
+    size = ("generation.height=128", "generation.width=192", "generation.num_frames=22", "device=cpu")
+    options = (word for value in (*size, *sets) for word in ("--set", value))
+    result = cli("run", EXAMPLES / "minimax_h3_tiny.yaml", *options)
+    assert result.exit_code == 0, result.stderr
+    rows = {
+        line.split()[0]: line
+        for line in result.stdout.splitlines()
+        if line.split()[1:2] in (["self"], ["text"])
+    }
+    assert list(rows) == ["minimax_h3.token_refiner", "self"]
+    assert shown in rows["self"] and "TORCH_SDPA" in rows["minimax_h3.token_refiner"]
+    assert "denoising" in result.stderr
+    written = {path.name for path in (tmp_path / "outputs" / "minimax_h3_tiny").iterdir()}
+    assert written == {"latents.safetensors", "audio_latents.safetensors", "contact_sheet.png"}
+
+
 def test_a_fallback_shows_its_reason(cli: Cli, small: tuple[str, ...]) -> None:
     result = cli("run", EXAMPLES / "two_roles.yaml", *small, "--set", "device=cpu")
     assert result.exit_code == 0, result.stderr

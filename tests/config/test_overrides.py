@@ -208,6 +208,6 @@ def test_what_an_override_brought_into_being_is_its_own() -> None:
     assert error.value.problems == (
         "attention.per_role.cross.backend: a backend is named by text, found 3",
         "--set attention.per_role.self.variant=fa3: attention.per_role.self.backend: this key is required",
-        "--set sampler.order=2: sampler: unknown key. Valid keys: pipeline, model, attention, generation, device, "
-        "dtype, output, tuned_for",
+        "--set sampler.order=2: sampler: unknown key. Valid keys: pipeline, model, adapter, attention, generation, "
+        "device, dtype, output, tuned_for",
     )

@@ -1,9 +1,7 @@
 """Public faults, group G1: the wrong backend runs, and nothing says so.
 
-B01, B02 and B05 ask about every registered name or every default. Waiting for what they are about:
-    B02   the rows of FLASHINFER_ATTN, TRTLLM_ATTN, FASTVIDEO_VSA and the block-sparse names arrive with them
-    B04   FlashInfer on sm_100 and the aliases of MiniMax-H3; until then every Wan configuration gives one answer
-    B07, B08   the H3 transformer; FASTVIDEO_VSA is stood in for by a sparse backend that these tests register
+B01, B02 and B05 ask about every registered name or every default. B04, B07 and B08 are on Wan here, where
+FASTVIDEO_VSA is stood in for by a sparse backend that these tests register; on MiniMax-H3 in test_minimax_h3.py.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_b13_models_keep_their_own_choice(stand: Stand, threaded: bool) -> None:
         run = in_thread if threaded else lambda work: work()
         # A kernel for self-attention alone is chosen for it alone. This video's four tiles are all kept, and its 128
         # tokens are too few to select among: torch's dense attention runs in its place.
-        sparse = stand.facts.needs_video_grid
+        sparse = stand.facts.needs_video_grid or stand.facts.self_attention_only
         choice = {"default": "TORCH_SDPA", "per_role": {"self": stand.spec}} if sparse else stand.config
         chosen = run(lambda: build_wan(choice, stand.platform))
         unset = build_wan(None, CPU)

@@ -214,7 +214,8 @@ import importlib, pkgutil
 import omni_attn
 for module in pkgutil.walk_packages(omni_attn.__path__, "omni_attn."):
     # Files of kernels are imported where kernels run.
-    if not module.name.endswith("__main__") and not module.name.startswith("omni_attn.ops.block_sparse.triton_"):
+    kernels = module.name.startswith("omni_attn.ops.") and ".triton_" in module.name
+    if not module.name.endswith("__main__") and not kernels:
         importlib.import_module(module.name)
 for name in ("cpu", "mps"):
     with omni_attn.use_attention_config(None, platform=omni_attn.testing.fake_device(name)):

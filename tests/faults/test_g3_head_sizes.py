@@ -45,6 +45,7 @@ SERVED: dict[str, dict[DeviceInfo, tuple[int, ...]]] = {
     "AITER_QUANT_ATTN": {MI300: (128,)},
     "FASTVIDEO_VSA": dict.fromkeys(MACHINES, HEAD_SIZES),  # torch's executor takes what Triton's does not
     "RAINFUSION_ATTN": dict.fromkeys(MACHINES, HEAD_SIZES),
+    "BLOCK_SUMMARY_ATTN": dict.fromkeys(MACHINES, HEAD_SIZES),
 }
 
 

@@ -1,7 +1,8 @@
 """Public faults, group G4: padding. B28 and B29, on every registered backend.
 
-B28 with TRTLLM_ATTN as the default is in tests/backends/test_trtllm.py. Waiting for what does not exist yet: B28 on the
-MiniMax-H3 model; B29 (a) over real ranks (sequence parallelism). Here the padding of both is stated as a record.
+B28 with TRTLLM_ATTN as the default is in tests/backends/test_trtllm.py, and on the MiniMax-H3 model in
+test_minimax_h3.py. Waiting for what does not exist yet: B29 (a) over real ranks (sequence parallelism), whose
+padding is stated as a record here.
 """
 
 from __future__ import annotations

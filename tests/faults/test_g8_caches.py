@@ -63,14 +63,14 @@ def test_b50_a_compiled_graph_is_not_used_under_another_backend(stands: list[Sta
         runs, logs = [], []
         for stand in stands:  # each is built before the next one's package may take the same name
             # Sparse backends share executors, so that the stand-ins behind them are in place one at a time.
-            place = ExitStack() if stand.facts.needs_video_grid else kernels
+            place = ExitStack() if stand.backend.facts.selects_blocks else kernels
             logs.append(place.enter_context(opaque_kernels(stand)))
             with place if place is not kernels else nullcontext():
                 layer = stand.layer(4, HEAD_SIZE, dtype="bfloat16")
             runs.append((stand, torch.compile(layer, fullgraph=True, backend="eager"), logs[-1]))
         for stand, compiled, own in runs * 2:
             counts = [len(log) for log in logs]
-            with opaque_kernels(stand) if stand.facts.needs_video_grid else nullcontext(own) as running:
+            with opaque_kernels(stand) if stand.backend.facts.selects_blocks else nullcontext(own) as running:
                 before = len(running)
                 assert_close(compiled(*call), expected)
                 # These are traced into torch's own kernels, which count nothing.

@@ -22,7 +22,16 @@ from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.facts import AttentionRequest
 from omni_attn.ops.reference import reference_attention
 from omni_attn.platforms import OmniPlatform, current_omni_platform
-from tests.layer.stands import HEAD_SIZE, Stand, assert_close, load, outcome_of, published_grid, tensors
+from tests.layer.stands import (
+    HEAD_SIZE,
+    Stand,
+    assert_close,
+    load,
+    one_token_blocks,
+    outcome_of,
+    published_grid,
+    tensors,
+)
 
 #: Marks of a module whose tests run on the GPU. Kernel packages warn about much that is not ours.
 on_gpu = [
@@ -59,8 +68,11 @@ class Kernel(Stand):
 
     def kernels(self, *, publishes_grid: bool = True) -> AbstractContextManager[Any]:
         """Nothing takes the place of anything; records state the grid that a backend needs."""
-        states = publishes_grid and self.facts.needs_video_grid
-        return published_grid(self.builder_cls) if states else nullcontext()
+        if publishes_grid and self.facts.needs_video_grid:
+            return published_grid(self.builder_cls)
+        if publishes_grid and self.name == "BLOCK_SUMMARY_ATTN":
+            return one_token_blocks(self.builder_cls)
+        return nullcontext()
 
     def why_not(self) -> list[str]:
         """Reasons of the facts why a plain layer cannot run here; empty = it can."""
@@ -81,11 +93,11 @@ class Kernel(Stand):
     def close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
         """Within bfloat16's tolerance of float64; kernels that are not exact within twice their documented error.
 
-        One that selects tiles of a video has them all selected here, and is exact then.
+        One that selects blocks has them all selected here, or blocks of one token, and is exact then.
         """
         facts = self.backend.facts
         assert bool(output.isfinite().all()), "not a finite number"
-        if facts.numerics == "exact" or facts.needs_video_grid:
+        if facts.numerics == "exact" or facts.selects_blocks:
             assert_close(output, expected)
             return
         documented = re.match(r"[\d.]+(e-?\d+)?", facts.error or "")

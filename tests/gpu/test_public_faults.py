@@ -204,6 +204,8 @@ def b37_lengths_around_a_block(kernel: Kernel) -> None:
 
 def b52_far_offsets(kernel: Kernel, tokens: int = 128 * 1094, row: int = 15360) -> None:
     """One head of a fused projection: the last token lies more than 2**31 elements behind the first."""
+    if kernel.name == "BLOCK_SUMMARY_ATTN":
+        pytest.skip("blocks of one token would need a score for each two of them; see test_block_summary_gpu")
     fused = torch.empty(1, tokens, row, device=kernel.device, dtype=kernel.dtype)
     call = [part[..., :HEAD_SIZE].unflatten(-1, (1, HEAD_SIZE)) for part in fused.chunk(3, dim=-1)]
     generator = torch.Generator().manual_seed(0)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from omni_attn.backends.abstract import AttentionImpl
+from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.registry import load_backend, registered_names
-from omni_attn.config import PipelineConfig
+from omni_attn.config import AttentionConfig, PipelineConfig
 from omni_attn.errors import ConfigError
 from omni_attn.inspection.capture import capture
 from omni_attn.inspection.inspection import inspect_pipeline
@@ -20,6 +23,7 @@ from omni_attn.layer import Attention
 from omni_attn.models import get_family
 from omni_attn.models.wan import family
 from omni_attn.platforms import current_omni_platform
+from omni_attn.selector import use_attention_config
 from tests.inspection.stubs import TILED
 from tests.selection.stubs import registered
 
@@ -150,3 +154,22 @@ def test_the_steps_of_a_distilled_model_are_its_own() -> None:
     stated = PipelineConfig.model_validate({"pipeline": "wan", "model": "fastwan-tiny"})
     with pytest.raises(ConfigError, match="--step 3: fastwan-tiny is denoised in 3 steps"):
         check_target(stated, Target(3, 0))
+
+
+def test_a_role_outside_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A text refiner that runs once before the loop has no step to look at."""
+    with use_attention_config(AttentionConfig(), platform=current_omni_platform("cpu")):
+        layer = Attention(2, 8, role="text.refiner")
+    tensors = [torch.ones(1, 3, 2, 8)] * 3
+    ready = SimpleNamespace(
+        model=nn.ModuleDict({"transformer": nn.Sequential(layer)}),
+        denoise=lambda progress: layer(*tensors, AttentionMetadata()),
+        notes=(),
+    )
+    made = SimpleNamespace(prepare=lambda config, progress: ready)
+    monkeypatch.setattr("omni_attn.inspection.capture.get_family", lambda _: made)
+    with pytest.raises(
+        ConfigError, match=r"--role text\.refiner: its layers ran outside of the denoising steps"
+    ):
+        capture(config_of(tmp_path), Target(0, 0, "text.refiner"))
+    assert not layer._forward_hooks

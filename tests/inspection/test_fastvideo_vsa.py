@@ -9,6 +9,7 @@ import torch
 
 from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
 from omni_attn.config import AttentionConfig
+from omni_attn.errors import MetadataError
 from omni_attn.layer import Attention
 from omni_attn.ops.block_sparse.selection import BlockSelection
 from omni_attn.platforms import current_omni_platform
@@ -71,3 +72,14 @@ def test_routes_with_all_tiles() -> None:
     _, _, selection = run(record, sparsity=0.0)
     assert selection is not None
     assert (selection.selected.counts == selection.key_blocks.num_blocks).all()
+
+
+def test_a_product_of_another_backend_is_refused_by_name() -> None:
+    config = AttentionConfig.model_validate({"default": "FASTVIDEO_VSA"})
+    with use_attention_config(config, platform=current_omni_platform("cpu")):
+        layer = Attention(4, 16, role="self", video_grid=True)
+    assert layer.impl is not None
+    with pytest.raises(
+        MetadataError, match=r"FASTVIDEO_VSA needs the FastVideoVSAMetadata .* found NoneType"
+    ):
+        layer.impl.select_blocks(*[torch.zeros(1, TOKENS, 4, 16)] * 3, None)

@@ -83,6 +83,17 @@ def test_frames_of_tiles() -> None:
     assert frame_spans(BlockPartition.in_order(50, 16, CPU), (3, 4, 4)) == []  # more than the video
 
 
+def test_frames_of_tiles_behind_other_tokens() -> None:
+    tiles = video_tiles((3, 4, 4), (2, 4, 2), CPU, (20, 5))
+    assert frame_spans(tiles, (3, 4, 4), 25) == [(0, 3, "prefix"), (3, 5, "frames 0-1"), (5, 7, "frame 2")]
+    in_order = BlockPartition.in_order(25 + 48, 16, CPU)
+    assert frame_spans(in_order, (3, 4, 4), 25) == [
+        *[(0, 1, "prefix"), (1, 2, "prefix and video")],
+        *[(2, 3, "frames 0-1"), (3, 4, "frames 1-2"), (4, 5, "frame 2")],
+    ]
+    assert frame_spans(tiles, (3, 4, 4), 24) == []
+
+
 @pytest.mark.parametrize(("tiles", "pixels"), [(1, 56.0), (18, 40.0), (624, 1.0), (1440, 0.53), (4000, 0.5)])
 def test_numbers_have_room(tiles: int, pixels: float) -> None:
     numbers = tick_numbers(tiles, pixels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any
@@ -92,13 +92,18 @@ class Stand:
 
     @contextmanager
     def kernels(self, *, publishes_grid: bool = True) -> Iterator[CallLog]:
-        """Stand-in kernels; and the grid that a video model states, for recipes which are about something else."""
+        """Stand-in kernels; and the grid that a video model states, for recipes which are about something else.
+
+        What a method leaves out, or sees from afar, is no subject of these recipes either.
+        """
         stand_ins: AbstractContextManager[CallLog] = (
             limited_kernels(self.name) if self.name in LIMITED else fake_kernels(self.name, self.variant)
         )
         with ExitStack() as stack:
             if publishes_grid and self.facts.needs_video_grid:
                 stack.enter_context(published_grid(self.builder_cls))
+            if publishes_grid and self.name == "BLOCK_SUMMARY_ATTN":
+                stack.enter_context(one_token_blocks(self.builder_cls))
             yield stack.enter_context(stand_ins)
 
     @property
@@ -226,6 +231,20 @@ def published_grid(builder_cls: type[AttentionMetadataBuilder]) -> Iterator[None
 
     with patch.multiple(builder_cls, build=build_with_grid, **length_rule):
         yield
+
+
+def one_token_blocks(builder_cls: type[AttentionMetadataBuilder]) -> AbstractContextManager[Any]:
+    """Blocks of one token, whose mean is the token: what is attended to by means is exact then, however short.
+
+    Recipes on long sequences are about shapes, and get a few large blocks.
+    """
+    build = builder_cls.build
+
+    def build_either(self: Any, record: AttentionMetadata, lengths: tuple[int, int]) -> Any:
+        made = build(self, record, lengths)
+        return made if lengths[0] <= 4096 else replace(made, block_size=lengths[0] // 8)
+
+    return patch.multiple(builder_cls, build=build_either, block_size=1)
 
 
 def load(name: str, path: str | None = None) -> type[AttentionBackend]:

@@ -74,6 +74,11 @@ NEEDS: dict[str, tuple[dict[str, Any], Callable[[KernelFacts], bool], str]] = {
         lambda facts: facts.causal_with_mask and facts.causal and "padding" in facts.mask_kinds,
         "attn_mask|causal",
     ),
+    "cross-attention": (
+        {"role": "cross", "video_grid": False},
+        lambda facts: not (facts.self_attention_only or facts.needs_video_grid),
+        "self-attention|video grid",
+    ),
     "no video grid": ({"video_grid": False}, lambda facts: not facts.needs_video_grid, "video grid"),
     "float64": ({"dtype": "float64"}, lambda facts: "float64" in facts.dtypes, "float64"),
 }

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from omni_attn.errors import ConfigError
+from omni_attn.models import artifacts
 from omni_attn.models.artifacts import (
     create_output_folder,
     latents_to_frames,
@@ -86,3 +87,14 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output: .*file.* cannot be a folder here"):
         create_output_folder(str(tmp_path / "file"))
+
+
+def test_a_folder_that_takes_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(artifacts, "TemporaryFile", refuse)  # root may write into any folder
+    with pytest.raises(
+        ConfigError, match=r"output: no file can be written into .*Permission denied.*another"
+    ):
+        create_output_folder(str(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from hypothesis import Phase, settings
 from omni_attn.ops.block_sparse.executor import CoarseTerm, Executor, SelectedBlocks
 from omni_attn.ops.block_sparse.means import block_means, coarse_attention, coarse_scores
 from omni_attn.ops.block_sparse.partition import BlockPartition
+from omni_attn.ops.block_sparse.prefix_selector import prefix_dense_topk
 from omni_attn.ops.block_sparse.selectors import mean_topk
 from omni_attn.ops.block_sparse.torch_executor import TorchExecutor
 from tests.gpu.machine import on_gpu
+from tests.ops.triton_here import INTERPRETED
 from tests.ops.vsa_oracle import Selection
 
-#: Whether Triton's kernels run in its interpreter, on the CPU: a process decides that once, see test_interpreted.py.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: Of a test with random examples. The interpreter is slow: few of them, and no search for a smaller failure.
 random_examples = settings(
     max_examples=10 if INTERPRETED else 30,
@@ -111,6 +110,14 @@ class Scores(Protocol):
     ) -> torch.Tensor: ...
 
 
+class PrefixSelector(Protocol):
+    """See prefix_selector.prefix_dense_topk."""
+
+    def __call__(
+        self, scores: torch.Tensor, prefix_blocks: int, topk: int, *, compete: bool
+    ) -> SelectedBlocks: ...
+
+
 @dataclass(frozen=True)
 class CoarseStage:
     """One implementation of block means and of what lies between them and a selection, on one device."""
@@ -119,6 +126,7 @@ class CoarseStage:
     means: Callable[[torch.Tensor, BlockPartition], torch.Tensor]
     scores: Scores
     select: Callable[[torch.Tensor, int], SelectedBlocks]
+    prefix_select: PrefixSelector
     attention: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     device: str = "cpu"
@@ -139,11 +147,18 @@ def triton_stage(name: str, device: str) -> CoarseStage:
             import_module(f"omni_attn.ops.block_sparse.{module}"), function
         )(*args, **options)
 
+    def prefix_select(scores: torch.Tensor, prefix: int, topk: int, *, compete: bool) -> SelectedBlocks:
+        dense_rows = scores.shape[-2] - (scores.shape[-1] - prefix)
+        kernel = named("triton_select", "prefix_dense_topk")
+        selected: SelectedBlocks = kernel(scores, prefix, topk, dense_rows, compete=compete)
+        return selected
+
     return CoarseStage(
         name,
         lambda tensor, blocks: named("triton_pack", "pack_rows")(tensor, blocks, write=False)[1],
         named("triton_select", "coarse_scores"),
         named("triton_select", "mean_topk"),
+        prefix_select,
         named("triton_select", "coarse_attention"),
         device=device,
     )
@@ -163,7 +178,7 @@ _on_cpu = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED el
 EXECUTORS = [pytest.param(case, id=case.name, marks=_on_cpu) for case in _ON_CPU]
 EXECUTORS += [pytest.param(case, id=case.name, marks=on_gpu) for case in _ON_GPU]
 
-_OURS = block_means, coarse_scores, mean_topk, coarse_attention
+_OURS = block_means, coarse_scores, mean_topk, prefix_dense_topk, coarse_attention
 _FLOATS = torch.float32, torch.float64
 _STAGES_ON_CPU = [CoarseStage("torch", *_OURS, _FLOATS)]
 if INTERPRETED:

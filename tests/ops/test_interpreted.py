@@ -18,23 +18,34 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 #: What lies around the kernels is tested with the torch executor as well; here it only has to fit.
-TESTS = [
+CONTRACT = [
     "tests/ops/test_block_means.py",
+    "tests/ops/test_block_summary.py",
     "tests/ops/test_mean_topk.py",
+    "tests/ops/test_prefix_topk.py",
+    "tests/ops/test_prefix_sparse.py",
     "tests/ops/test_executor_gradients.py",
     "tests/ops/test_executors.py",
     "tests/ops/test_video_sparse.py::test_any_grid_budget_and_gate",
     "tests/ops/test_video_sparse.py::test_published_numbers",
+]
+#: Files whose tests ask for a GPU or the interpreter themselves.
+WHOLE = [
+    "tests/ops/test_triton_rows.py",
+    "tests/ops/test_triton_rowwise.py",
+    "tests/models/minimax_h3/test_kernels.py",
 ]
 
 
 @pytest.mark.skipif(
     find_spec("triton") is None, reason="needs Triton, which has no package for this platform"
 )
-def test_kernels_keep_the_contract_in_the_interpreter() -> None:
-    arguments = ["-q", "-k", "interpreted", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize(
+    "arguments", [["-k", "interpreted", *CONTRACT], WHOLE], ids=["contract", "whole files"]
+)
+def test_kernels_in_the_interpreter(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,22 +12,7 @@ from omni_attn.ops.block_sparse.executor import CoarseTerm, SelectedBlocks
 from omni_attn.ops.block_sparse.partition import BlockPartition
 from omni_attn.ops.block_sparse.pieces import PieceLists, Pieces
 from omni_attn.ops.video_tiles import video_tiles
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = INTERPRETED or torch.cuda.is_available()
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-needs_triton = pytest.mark.skipif(
-    not HERE, reason="needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter"
-)
-
-
-@pytest.mark.skipif(HERE, reason="the tests below run in this process")
-def test_in_the_interpreter() -> None:
-    """A process decides once whether Triton interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0 and "passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+from tests.ops.triton_here import DEVICE, needs_triton
 
 
 @pytest.fixture

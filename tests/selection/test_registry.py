@@ -88,8 +88,8 @@ def test_what_needs_a_package_says_how_to_get_it(member: DiffusionAttentionBacke
     packages = [package for kernel in kernels for package in kernel.packages]
     assert all(package.install_command and package.symbols and package.module for package in packages)
     assert facts.summary and facts.numerics in ("exact", "quantised", "approximate")
-    # What a selection of tiles loses is the video's own; with all of them such a kernel is held to be exact.
-    assert facts.numerics == "exact" or facts.error or facts.needs_video_grid
+    # What a selection of blocks loses is the input's own; with all of them such a kernel is held to be exact.
+    assert facts.numerics == "exact" or facts.error or facts.selects_blocks
 
 
 # --- registration

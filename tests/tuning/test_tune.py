@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from omni_attn.config import PipelineConfig
 from omni_attn.errors import ConfigError
 from omni_attn.platforms import current_omni_platform
 from omni_attn.tuning.tune import Tuning, tune
-from tests.selection.stubs import registered
+from tests.selection.stubs import PlainBackend, registered
 from tests.tuning.stubs import CPU, CoarseBackend, QuickBackend, SlowBackend, WrongBackend, cpu, pair
 
 # 32 x 32 pixels and 5 frames are 8 tokens.
@@ -88,6 +89,33 @@ def test_a_sparse_choice_is_kept() -> None:
     found = tuned({"default": {"backend": "FASTVIDEO_VSA", "fastvideo_vsa": {"sparsity": 0.9}}})
     assert set(winners(found)) == {"cross"}
     assert set(found.unmeasured) == {"self"} and "the file chooses FASTVIDEO_VSA" in found.unmeasured["self"]
+
+
+class _Sparse(PlainBackend):
+    """Selects blocks, of sequences of any kind."""
+
+    facts = replace(PlainBackend.facts, selects_blocks=True, unequal_lengths=False)
+
+    @staticmethod
+    def get_name() -> str:
+        return "SPARSE_TEST"
+
+
+def test_a_sparse_choice_that_needs_no_grid_is_kept_as_well() -> None:
+    with registered(("SPARSE_TEST", _Sparse)):
+        found = tuned({"default": {"backend": "SPARSE_TEST"}})
+    assert set(winners(found)) == {"cross"}
+    assert set(found.unmeasured) == {"self"} and "the file chooses SPARSE_TEST" in found.unmeasured["self"]
+
+
+def test_what_selects_blocks_is_no_candidate() -> None:
+    """Eight tokens are one block: such a backend would run dense attention here, and might win by a hair."""
+    (self_attention,) = (role for role in tuned().roles if role.role == "self")
+    (call,) = self_attention.calls
+    found = {result.label: result for result in call.results}
+    for label in ("FASTVIDEO_VSA (torch)", "RAINFUSION_ATTN (torch)", "BLOCK_SUMMARY_ATTN (torch)"):
+        assert found[label].status == "refused"
+        assert found[label].reason.startswith("selects blocks, and what that loses is to be judged")
 
 
 def test_a_large_pipeline_is_refused_on_a_cpu() -> None:

@@ -6,30 +6,14 @@ Dimensions in names: B batch, C channels, T latent frames, H and W latent height
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
-from pathlib import Path
 
 import torch
 
 from omni_attn.errors import ConfigError
-from omni_attn.models.runtime import import_extra
+from omni_attn.models.seeding import Stream, seeded_generator
+from omni_attn.models.tensor_files import check_numbers, read_tensors
 from omni_attn.models.wan.config import TEXT_TOKENS
 from omni_attn.models.wan.source import VideoGeometry, WanSource
-
-
-class Stream(IntEnum):
-    """Things that are drawn from one seed, each by a generator of its own. The noise is drawn as diffusers does."""
-
-    NOISE = 0
-    WEIGHTS = 1
-    WEIGHTS_2 = 2
-    PROMPT = 3
-    IMAGE = 4
-
-
-def seeded_generator(seed: int, stream: Stream, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator whose draws depend on seed and stream; streams of nearby seeds do not meet."""
-    return torch.Generator(device).manual_seed((seed + (stream << 40)) % 2**64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +60,7 @@ def load_prompt(path: str, source: WanSource, *, with_negative: bool) -> tuple[P
     """
     wanted = (1, TEXT_TOKENS, source.transformer.text_dim)
     expected = f"prompt_embeds (and optionally negative_prompt_embeds) of shape {list(wanted)}"
-    tensors = _read_tensors(
+    tensors = read_tensors(
         path, "generation.prompt_embeds", {"prompt_embeds"}, {"negative_prompt_embeds"}, expected
     )
     padded = {key: _pad_rows(path, key, tensor, wanted) for key, tensor in tensors.items()}
@@ -96,7 +80,7 @@ def _pad_rows(path: str, key: str, tensor: torch.Tensor, wanted: tuple[int, int,
             f"generation.prompt_embeds: {key} in {path} has shape {list(tensor.shape)}; expected {list(wanted)}, or "
             "fewer rows. Encode the prompt with the text encoder of this model."
         )
-    _check_numbers("generation.prompt_embeds", path, key, tensor)
+    check_numbers("generation.prompt_embeds", path, key, tensor)
     embeddings = torch.zeros(wanted)
     embeddings[:, : rows.shape[1]] = rows.float()
     return embeddings
@@ -128,7 +112,7 @@ def load_image(path: str, source: WanSource, geometry: VideoGeometry) -> ImageCo
     if (mask := known_frames_mask(source, geometry)) is not None:
         optional["mask"] = tuple(mask.shape)
     expected = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items())
-    tensors = _read_tensors(path, "generation.image", set(shapes), set(optional), expected)
+    tensors = read_tensors(path, "generation.image", set(shapes), set(optional), expected)
     for key, tensor in tensors.items():
         if tuple(tensor.shape) != (wanted := {**shapes, **optional}[key]):
             raise ConfigError(
@@ -136,7 +120,7 @@ def load_image(path: str, source: WanSource, geometry: VideoGeometry) -> ImageCo
                 f"{geometry.num_frames} frames of {geometry.height} x {geometry.width}. "
                 "Encode the picture at that size."
             )
-        _check_numbers("generation.image", path, key, tensor)
+        check_numbers("generation.image", path, key, tensor)
     known = tensors.get("mask", mask)
     embeddings = tensors.get("image_embeds")
     return ImageCondition(
@@ -176,30 +160,3 @@ def known_frames_mask(source: WanSource, geometry: VideoGeometry) -> torch.Tenso
         torch.cat([known[:1].expand(source.vae_temporal), known[1:]]).view(frames, source.vae_temporal).T
     )
     return per_channel[None, :, :, None, None].expand(1, -1, -1, height, width).contiguous()
-
-
-def _check_numbers(field: str, path: str, key: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ConfigError(f"{field}: {key} in {path} is {tensor.dtype}; expected floating-point numbers.")
-    if not tensor.isfinite().all():
-        raise ConfigError(
-            f"{field}: {key} in {path} holds NaN or infinity, and would spoil every frame. Encode it again."
-        )
-
-
-def _read_tensors(
-    path: str, field: str, required: set[str], optional: set[str], expected: str
-) -> dict[str, torch.Tensor]:
-    """The file's tensors, all required keys among them and no key beyond required and optional ones."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{field}: there is no file {path!r}. Give a .safetensors file with {expected}.")
-    safetensors = import_extra("safetensors.torch", f"Reading {path}")
-    try:
-        tensors: dict[str, torch.Tensor] = safetensors.load_file(path)
-    except Exception as error:  # the library's SafetensorError has no common base with OSError
-        raise ConfigError(
-            f"{field}: {path} is not a readable .safetensors file ({error}). Expected {expected}."
-        ) from error
-    if not required <= set(tensors) <= required | optional:
-        raise ConfigError(f"{field}: {path} holds the keys {sorted(tensors)}; expected {expected}.")
-    return tensors

@@ -12,20 +12,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from omni_attn.calibration import CALIBRATION_SECTION
-from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
+from omni_attn.models.config_file import build_record, complete_values, is_count
 
 TEXT_TOKENS = 512  # prompts are cut or zero-padded to this length; padding rows are attended
 CLIP_TOKENS = 257  # one picture through CLIP ViT-H/14: a class token and 16 x 16 patches
 
 Grid = tuple[int, int, int]  # frames, height, width in tokens
 
-# What diffusers leaves out of the config.json of a checkpoint saved before the key existed.
-_ABSENT_IN_OLDER_FILES: Mapping[str, Any] = MappingProxyType(
-    {"image_dim": None, "added_kv_proj_dim": None, "pos_embed_seq_len": None, "rope_max_seq_len": 1024}
-)
 _OURS = "gate_compress"
+# What a config.json leaves out: keys younger than the checkpoint, and what only the weights tell.
+_ABSENT_IN_FILES: Mapping[str, Any] = MappingProxyType(
+    {
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+        "rope_max_seq_len": 1024,
+        _OURS: False,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class WanConfig:
     """Parameters of one Wan transformer. What diffusers knows has no defaults: a model is described whole.
 
     `gate_compress`: self-attention has learned gates of video sparse attention (FastWan). Files do not say so, weights
-    do: see `omni_attn.models.wan.gates`.
+    do: see `omni_attn.models.gates`.
 
     Raises:
         ConfigError: a value has the wrong type, is not supported, or contradicts another one; all problems at
@@ -97,9 +102,7 @@ class WanConfig:
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "Wan config") -> WanConfig:
         """The configuration in a parsed `config.json`.
 
-        Keys that start with an underscore are diffusers' own notes and are ignored, except that a
-        `_class_name` other than `WanTransformer3DModel` is refused. `sparse_attention_config` says nothing
-        about the transformer and is read elsewhere (omni_attn.calibration). `out_channels: null` means in_channels,
+        See `omni_attn.models.config_file` for the keys that are no parameters. `out_channels: null` means in_channels,
         as in diffusers. `gate_compress` may be there; without it, weights decide.
 
         Args:
@@ -109,49 +112,18 @@ class WanConfig:
         Raises:
             ConfigError: unknown or missing keys, values that are not supported; all problems at once.
         """
-        class_name = values.get("_class_name", "WanTransformer3DModel")
-        if class_name != "WanTransformer3DModel":
-            raise ConfigError(
-                f"{source}: _class_name is {class_name!r}, and only 'WanTransformer3DModel' is a Wan "
-                "transformer. Point at the folder of a plain text- or image-to-video transformer."
-            )
-        fields = [field.name for field in dataclasses.fields(cls)]
-        given = {
-            key: value
-            for key, value in values.items()
-            if not key.startswith("_") and key != CALIBRATION_SECTION
-        }
-        problems = [f"{source}: {_unknown_key(key, fields)}" for key in given if key not in fields]
-        complete = {
-            **_ABSENT_IN_OLDER_FILES,
-            _OURS: False,
-            **{key: given[key] for key in given if key in fields},
-        }
-        problems += [
-            f"{source}: {key} is missing. Add it: a Wan transformer has no default."
-            for key in fields
-            if key not in complete
-        ]
-        if problems:
-            raise ConfigError(*problems)
-        if isinstance(complete["patch_size"], list):
-            complete["patch_size"] = tuple(complete["patch_size"])
+        complete = complete_values(
+            cls,
+            values,
+            class_name="WanTransformer3DModel",
+            model="a Wan transformer",
+            where="Point at the folder of a plain text- or image-to-video transformer.",
+            absent=_ABSENT_IN_FILES,
+            source=source,
+        )
         if complete["out_channels"] is None:
             complete["out_channels"] = complete["in_channels"]
-        try:
-            return cls(**complete)
-        except ConfigError as error:
-            raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from None
-
-
-def _unknown_key(key: str, fields: list[str]) -> str:
-    guess = nearest(key, fields)
-    hint = f"Did you mean {guess!r}?" if guess else f"Known keys: {', '.join(fields)}."
-    return f"{key}: unknown key. {hint}"
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        return build_record(cls, complete, source)
 
 
 def _type_problems(config: WanConfig) -> list[str]:
@@ -160,9 +132,7 @@ def _type_problems(config: WanConfig) -> list[str]:
         value = getattr(config, field.name)
         match field.name:
             case "patch_size":
-                fits = (
-                    isinstance(value, tuple) and len(value) == 3 and all(_is_int(p) and p > 0 for p in value)
-                )
+                fits = isinstance(value, tuple) and len(value) == 3 and all(map(is_count, value))
                 wanted = "three positive integers (frames, height, width)"
             case "cross_attn_norm" | "gate_compress":
                 fits, wanted = isinstance(value, bool), "true or false"
@@ -173,9 +143,9 @@ def _type_problems(config: WanConfig) -> list[str]:
                 fits = isinstance(value, float) and 0 < value < 1
                 wanted = "a number between 0 and 1"
             case "image_dim" | "added_kv_proj_dim" | "pos_embed_seq_len":
-                fits, wanted = value is None or (_is_int(value) and value > 0), "a positive integer or null"
+                fits, wanted = value is None or is_count(value), "a positive integer or null"
             case _:
-                fits, wanted = _is_int(value) and value > 0, "a positive integer"
+                fits, wanted = is_count(value), "a positive integer"
         if not fits:
             problems.append(f"{field.name} is {value!r}; it must be {wanted}.")
     return problems

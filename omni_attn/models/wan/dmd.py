@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from omni_attn.config import GenerationConfig
+from omni_attn.config import WanGenerationConfig
 from omni_attn.errors import ConfigError, MetadataError
 from omni_attn.models.runtime import import_extra
 from omni_attn.models.wan.presets import DMD_FLOW_SHIFT
@@ -45,8 +45,8 @@ def set_dmd_timesteps(scheduler: Any, device: torch.device) -> None:
 
 
 def dmd_generation(
-    generation: GenerationConfig, source: WanSource
-) -> tuple[GenerationConfig, tuple[str, ...]]:
+    generation: WanGenerationConfig, source: WanSource
+) -> tuple[WanGenerationConfig, tuple[str, ...]]:
     """The request with the steps and guidance of a distilled checkpoint, and a note if the file left them open.
 
     Raises:

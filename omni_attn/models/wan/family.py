@@ -9,13 +9,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from omni_attn.config import PipelineConfig
+from omni_attn.config import PipelineConfig, WanGenerationConfig
 from omni_attn.models.artifacts import create_output_folder
-from omni_attn.models.calibration import calibrate, read_calibrations
+from omni_attn.models.calibration import calibrate_pipeline
+from omni_attn.models.family import generation_as
+from omni_attn.models.gates import unread_gates_note
+from omni_attn.models.results import broken_numbers_note
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
-from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings, Stream, seeded_generator
+from omni_attn.models.seeding import Stream, seeded_generator, seeded_weights_note
+from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings
 from omni_attn.models.wan.dmd import dmd_generation
-from omni_attn.models.wan.gates import unread_gates_note
 from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.needs import check_fits
 from omni_attn.models.wan.pipeline import Wan22Pipeline
@@ -49,7 +52,7 @@ def build_meta_model(config: PipelineConfig) -> nn.ModuleDict:
                 for name, expert in zip(_NAMES, source.experts, strict=False)
             }
         )
-    _calibrate(model, source)
+    calibrate_pipeline(model, source.folder)
     return model
 
 
@@ -60,7 +63,7 @@ def attention_lengths(config: PipelineConfig) -> dict[str, tuple[int, int]]:
         ConfigError: the model is unknown, a size does not fit it, or it cannot be sampled as asked.
     """
     source = load_source(config.model)
-    generation, _ = dmd_generation(config.generation, source)
+    generation, _ = dmd_generation(_request(config), source)
     return source.attention_lengths(generation)
 
 
@@ -70,7 +73,7 @@ def number_of_steps(config: PipelineConfig) -> int:
     Raises:
         ConfigError: the model is unknown, or it cannot be sampled as asked.
     """
-    generation, _ = dmd_generation(config.generation, load_source(config.model))
+    generation, _ = dmd_generation(_request(config), load_source(config.model))
     return generation.num_inference_steps
 
 
@@ -104,7 +107,7 @@ class PreparedRun:
 
     def denoise(self, *, progress: Progress = no_progress) -> torch.Tensor:
         """Latents [1, C, T, H, W] float32 from seeded noise."""
-        generation = self.config.generation
+        generation = _request(self.config)
         generator = seeded_generator(generation.seed, Stream.NOISE)
         shape = self.source.geometry(generation).latent
         noise = torch.randn((1, self.source.latent_channels, *shape), generator=generator)
@@ -131,7 +134,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
         MissingExtraError: a library of the `pipelines` extra is not installed.
     """
     source = load_source(config.model)
-    generation, step_notes = dmd_generation(config.generation, source)
+    generation, step_notes = dmd_generation(_request(config), source)
     config = config.model_copy(update={"generation": generation})
     geometry = source.geometry(generation)
     device = resolve_device(config.device)
@@ -173,16 +176,16 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
     """
     ready = prepare(config, progress=progress)
     latents = ready.denoise(progress=progress)
-    notes = ready.notes
-    if not latents.isfinite().all():
-        notes += (
-            f"the latents hold numbers that are not finite: {ready.dtype} was too narrow, or a kernel is broken",
-        )
+    notes = ready.notes + broken_numbers_note(ready.dtype, latents)
     scheduler_name = type(ready.pipeline.scheduler).__name__
     files = write_results(
         ready.folder, latents, ready.config, ready.source, ready.vae, ready.model, scheduler_name, notes
     )
     return RunResult(ready.model, ready.folder, files, notes, ready.device, ready.dtype)
+
+
+def _request(config: PipelineConfig) -> WanGenerationConfig:
+    return generation_as(config, WanGenerationConfig)
 
 
 def _load_weights(
@@ -206,13 +209,6 @@ def _load_weights(
         model[name] = expert
         experts.append(expert)
     if source.folder is not None:
-        _calibrate(model, source)  # these layers are new
+        calibrate_pipeline(model, source.folder)  # these layers are new
         return experts, ()
-    return experts, (
-        f"weights: seeded (seed {seed}) and untrained, so the frames show colour fields and no subject",
-    )
-
-
-def _calibrate(model: nn.ModuleDict, source: WanSource) -> None:
-    names = list(model)
-    calibrate(model, read_calibrations(source.folder, names) if source.folder else dict.fromkeys(names))
+    return experts, (seeded_weights_note(seed),)

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from omni_attn.errors import ConfigError
-from omni_attn.models.wan.gates import is_gate
-
-WEIGHTS = (
-    "diffusion_pytorch_model"  # what the files of a transformer's weights are called, without their ending
-)
+from omni_attn.models.gates import is_gate
 
 # Parts of a name whose parameters stay in float32, as diffusers' `_keep_in_fp32_modules` has it.
 _FLOAT32_PARTS = frozenset({"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"})

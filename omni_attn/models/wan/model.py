@@ -6,8 +6,6 @@ Shape letters: B batch, S tokens, C channels; T is 1, or S where every token has
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
 
@@ -16,20 +14,26 @@ from torch import Tensor, nn
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.calibration import read_calibration
-from omni_attn.config import AttentionConfig
 from omni_attn.layer import prepare_attention
 from omni_attn.models.calibration import calibrate
-from omni_attn.models.checkpoint import FLOATS, assign_weights, read_json, read_safetensors, resolve_float
+from omni_attn.models.checkpoint import (
+    assign_weights,
+    read_json,
+    read_safetensors,
+    resolve_float,
+    stored_dtype,
+)
+from omni_attn.models.folders import WEIGHTS
+from omni_attn.models.gates import has_gates
 from omni_attn.models.layers import modulated_layer_norm
+from omni_attn.models.runtime import select_for
 from omni_attn.models.wan.block import Records, WanBlock
 from omni_attn.models.wan.config import Grid, WanConfig
 from omni_attn.models.wan.embeddings import ConditionEmbedder, PatchEmbedding
-from omni_attn.models.wan.gates import check_gates, has_gates
+from omni_attn.models.wan.gates import check_gates
 from omni_attn.models.wan.inputs import check_inputs
-from omni_attn.models.wan.loading import WEIGHTS, convert_state_dict, is_ignored, keeps_float32
+from omni_attn.models.wan.loading import convert_state_dict, is_ignored, keeps_float32
 from omni_attn.models.wan.rope import RopeCache
-from omni_attn.platforms import current_omni_platform
-from omni_attn.selector import current_scope, use_attention_config
 
 
 class WanModel(nn.Module):
@@ -88,7 +92,7 @@ class WanModel(nn.Module):
         check_gates(config, state, str(folder))
         if "gate_compress" not in values:
             config = replace(config, gate_compress=has_gates(state))
-        with torch.device("meta"), _select_for(device, target or _stored_dtype(state)):
+        with torch.device("meta"), select_for(device, target or stored_dtype(state, "proj_out.weight")):
             model = cls(config, is_dmd=is_dmd)
         if calibration is not None:
             calibrate(model, {"": calibration})
@@ -177,25 +181,6 @@ class WanModel(nn.Module):
         shift, scale = (self.scale_shift_table.float() + time_BT1C).unbind(2)
         patches = self.proj_out(modulated_layer_norm(tokens_BSC, shift, scale, self.config.eps))
         return unpatchify(patches, grid, self.config.patch_size)
-
-
-def _stored_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
-    weight = state.get("proj_out.weight")
-    return weight.dtype if weight is not None and weight.dtype in FLOATS.values() else None
-
-
-def _select_for(
-    device: torch.device | str | None, dtype: torch.dtype | None
-) -> AbstractContextManager[AttentionConfig]:
-    """The scope in force, with what loading knows better: the dtype, and the device where one was asked for.
-
-    Assumed facts of a device of the same kind stay in force.
-    """
-    scope = current_scope()
-    platform = scope.platform_or_current()
-    if device is not None and torch.device(device).type != platform.device.kind:
-        platform = current_omni_platform(device)
-    return use_attention_config(scope.config_for(), platform=platform, dtype=dtype, lengths=scope.lengths)
 
 
 def unpatchify(patches_BSC: Tensor, grid: Grid, patch_size: tuple[int, int, int]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from omni_attn.errors import ConfigError
 from omni_attn.models.checkpoint import load_part
+from omni_attn.models.pictures import open_picture, picture_to_video
 from omni_attn.models.runtime import import_extra
 from omni_attn.models.wan.conditions import ImageCondition, known_frames_mask
 from omni_attn.models.wan.source import VideoGeometry, WanSource
@@ -60,8 +61,8 @@ def encode_picture(
             f"generation.image: {source.name} continues a first and a last frame, and {path!r} is one picture. Give a "
             ".safetensors file with condition_latents and image_embeds of both."
         )
-    picture = _open_picture(path)
-    first = _to_video(picture, geometry).to(device)
+    picture = open_picture(path)
+    first = picture_to_video(picture, geometry.height, geometry.width).to(device)
     if not source.expand_timesteps:  # unknown frames are grey before encoding
         first = torch.cat(
             [first, first.new_zeros(1, 3, geometry.num_frames - 1, geometry.height, geometry.width)], dim=2
@@ -82,27 +83,6 @@ def _statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     return mean, deviation
-
-
-def _open_picture(path: str) -> Any:
-    pillow = import_extra("PIL.Image", "Reading a picture")
-    try:
-        with pillow.open(path) as picture:
-            return picture.convert("RGB")
-    except OSError as error:
-        raise ConfigError(
-            f"generation.image: {path!r} cannot be read as a picture ({error}). Give a picture file, or a .safetensors "
-            "file of condition latents."
-        ) from error
-
-
-def _to_video(picture: Any, geometry: VideoGeometry) -> torch.Tensor:
-    """[1, 3, 1, H, W] float32 in -1..1, resized to the requested size."""
-    pillow = import_extra("PIL.Image", "Reading a picture")
-    resized = picture.resize((geometry.width, geometry.height), pillow.Resampling.LANCZOS)
-    pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
-    pixels = pixels.view(geometry.height, geometry.width, 3).permute(2, 0, 1).float() / 127.5 - 1
-    return pixels[None, :, None]
 
 
 def _encode_clip(picture: Any, source: WanSource, folder: Path, device: torch.device) -> torch.Tensor:

@@ -5,14 +5,15 @@ Nothing that was given is ignored, and everything that was filled in is a note.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from omni_attn.config import GenerationConfig
+from omni_attn.config import WanGenerationConfig
 from omni_attn.errors import ConfigError
 from omni_attn.models.checkpoint import resolve_float
+from omni_attn.models.pictures import SEEDED, is_picture
+from omni_attn.models.unusable import unreadable_text, unusable_image
 from omni_attn.models.wan.conditions import (
     ImageCondition,
     PromptEmbeddings,
@@ -25,10 +26,8 @@ from omni_attn.models.wan.pixels import encode_picture
 from omni_attn.models.wan.source import VideoGeometry, WanSource
 from omni_attn.models.wan.text import encode_prompts
 
-SEEDED = "seeded"  # value of generation.image that asks for a made-up picture
 
-
-def check_request(generation: GenerationConfig, source: WanSource) -> None:
+def check_request(generation: WanGenerationConfig, source: WanSource) -> None:
     """Nothing if the model can use everything that was asked for.
 
     Raises:
@@ -44,7 +43,7 @@ def check_request(generation: GenerationConfig, source: WanSource) -> None:
         raise ConfigError(*problems)
 
 
-def encodes_text(generation: GenerationConfig, source: WanSource) -> bool:
+def encodes_text(generation: WanGenerationConfig, source: WanSource) -> bool:
     """Whether this run loads the text encoder."""
     return generation.prompt_embeds is None and _has_text_encoder(source)
 
@@ -53,23 +52,21 @@ def _has_text_encoder(source: WanSource) -> bool:
     return {"text_encoder", "tokenizer"} <= source.parts
 
 
-def _needs_negative(generation: GenerationConfig, source: WanSource) -> bool:
+def _needs_negative(generation: WanGenerationConfig, source: WanSource) -> bool:
     scales = [generation.guidance_scale]
     if len(source.experts) == 2 and generation.guidance_scale_2 is not None:
         scales.append(generation.guidance_scale_2)
     return max(scales) > 1
 
 
-def _text_problems(generation: GenerationConfig, source: WanSource) -> list[str]:
+def _text_problems(generation: WanGenerationConfig, source: WanSource) -> list[str]:
     problems = []
     for field in ("prompt", "negative_prompt"):
         if getattr(generation, field) is None or _has_text_encoder(source):
             continue
-        what = "is a preset, and presets have" if source.folder is None else "has"
+        file = f"prompt_embeds [1, 512, {source.transformer.text_dim}] and optionally negative_prompt_embeds"
         problems.append(
-            f"generation.{field}: {source.name} {what} no text encoder (text_encoder/ and tokenizer/), so text "
-            f"cannot be read. Give generation.prompt_embeds, a .safetensors file with prompt_embeds [1, 512, "
-            f"{source.transformer.text_dim}] and optionally negative_prompt_embeds, or leave the text out."
+            unreadable_text(f"generation.{field}", source.name, file, is_preset=source.folder is None)
         )
     if generation.negative_prompt is not None and not problems:
         if generation.prompt_embeds is not None:
@@ -85,40 +82,18 @@ def _text_problems(generation: GenerationConfig, source: WanSource) -> list[str]
     return problems
 
 
-def _image_problems(generation: GenerationConfig, source: WanSource) -> list[str]:
-    image = generation.image
-    if image is None or image == SEEDED:
-        if image == SEEDED and not (source.needs_image or source.expand_timesteps):
-            return [_no_image_wanted(source)]
-        return []
-    if not (source.needs_image or source.expand_timesteps):
-        return [_no_image_wanted(source)]
-    if not Path(image).is_file():
+def _image_problems(generation: WanGenerationConfig, source: WanSource) -> list[str]:
+    if generation.image is not None and not (source.needs_image or source.expand_timesteps):
         return [
-            f"generation.image: there is no file {image!r}. Give a picture, a .safetensors file of condition latents, "
-            f"or {SEEDED!r}."
+            f"generation.image: {source.name} makes video from text alone. Leave it out, or choose an image-to-video "
+            "model."
         ]
-    if _is_picture(image) and "vae" not in source.parts:
-        return [
-            f"generation.image: {image!r} is a picture, and {source.name} has no vae/ to encode it. Give a "
-            f".safetensors file with condition_latents, or {SEEDED!r}."
-        ]
-    return []
-
-
-def _no_image_wanted(source: WanSource) -> str:
-    return (
-        f"generation.image: {source.name} makes video from text alone. Leave it out, or choose an image-to-video "
-        "model."
-    )
-
-
-def _is_picture(image: str) -> bool:
-    return not image.lower().endswith(".safetensors")
+    problem = unusable_image("generation.image", generation.image, source.name, source.parts)
+    return [] if problem is None else [problem]
 
 
 def gather_prompt(
-    generation: GenerationConfig, source: WanSource, device: torch.device, dtype: str
+    generation: WanGenerationConfig, source: WanSource, device: torch.device, dtype: str
 ) -> tuple[PromptEmbeddings, tuple[str, ...]]:
     """Prompt embeddings on the CPU, and a note for each that is not the encoding of a given text.
 
@@ -149,7 +124,7 @@ def gather_prompt(
 
 
 def gather_image(
-    generation: GenerationConfig,
+    generation: WanGenerationConfig,
     source: WanSource,
     geometry: VideoGeometry,
     vae: Any | None,
@@ -167,6 +142,6 @@ def gather_image(
     if image is None or image == SEEDED:
         note = f"image condition: seeded latents (seed {generation.seed}), in place of an encoded picture"
         return seeded_image(source, geometry, generation.seed), (note,)
-    if not _is_picture(image):
+    if not is_picture(image):
         return load_image(image, source, geometry), (f"image condition: read from {image}",)
     return encode_picture(image, source, geometry, vae, device), ()

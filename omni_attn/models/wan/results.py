@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from omni_attn.config import PipelineConfig
-from omni_attn.models.artifacts import (
-    latents_to_frames,
-    save_contact_sheet,
-    save_frames,
-    save_latents,
-    video_to_frames,
-)
+from omni_attn.config import PipelineConfig, WanGenerationConfig
+from omni_attn.models.artifacts import save_latents
+from omni_attn.models.family import generation_as
+from omni_attn.models.results import caption_lines, result_header, write_pictures
 from omni_attn.models.wan.pixels import decode_latents
 from omni_attn.models.wan.source import WanSource
-from omni_attn.report import AttentionReport, attention_report
+from omni_attn.report import attention_report
 
 
 def write_results(
@@ -48,39 +43,17 @@ def write_results(
         notes: what was filled in; the sheet's caption repeats them.
     """
     report = attention_report(model)
-    metadata = {
-        "model": config.model,
-        "seed": str(config.generation.seed),
-        "steps": str(config.generation.num_inference_steps),
-        "scheduler": scheduler_name,
-        "attention": json.dumps(report.to_dict()),
-    }
-    files = [save_latents(folder / "latents.safetensors", latents, metadata)]
-    caption = [*_caption(config, scheduler_name, report), *notes]
-    if vae is not None:
-        frames = video_to_frames(decode_latents(vae, latents))
-        files += save_frames(folder, frames)
-        unit = "frame"
-    else:
-        frames = latents_to_frames(latents[0])
-        caption.append("no VAE: latents seen through their first three principal components")
-        unit = "latent frame"
-    sheet = folder / "contact_sheet.png"
-    files.append(save_contact_sheet(sheet, frames, title=source.name, caption=caption, unit=unit))
+    header = result_header(config, report, scheduler_name)
+    files = [save_latents(folder / "latents.safetensors", latents, header)]
+    video = None if vae is None else decode_latents(vae, latents)
+    caption = [*caption_lines(config, report, scheduler_name, _guidance(config)), *notes]
+    files += write_pictures(folder, latents[0], video, title=source.name, caption=caption)
     return tuple(files)
 
 
-def _caption(config: PipelineConfig, scheduler_name: str, report: AttentionReport) -> list[str]:
-    generation = config.generation
+def _guidance(config: PipelineConfig) -> str:
+    generation = generation_as(config, WanGenerationConfig)
     guidance = f"guidance {generation.guidance_scale:g}"
     if generation.guidance_scale_2 is not None:
         guidance += f" and {generation.guidance_scale_2:g}"
-    kernels = dict.fromkeys(
-        f"{row.role}: {row.backend}{f' {row.variant}' if row.variant else ''} ({row.source})"
-        for row in report.rows
-    )
-    return [
-        f"{generation.num_frames} frames of {generation.height} x {generation.width}, "
-        f"{generation.num_inference_steps} steps of {scheduler_name}, {guidance}, seed {generation.seed}",
-        "   ".join(kernels),
-    ]
+    return guidance

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from omni_attn.models.checkpoint import resolve_float
 from omni_attn.models.runtime import Progress, no_progress
+from omni_attn.models.seeding import fill_weights
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.model import WanModel
@@ -39,22 +39,16 @@ _GATE = 0.2  # of video sparse attention: its coarse output is the same all over
 def materialise_seeded(
     model: WanModel, generator: torch.Generator, dtype: str, progress: Progress = no_progress
 ) -> WanModel:
-    """The model, built on the meta device, with weights drawn on the generator's device.
+    """The model, built on the meta device, with weights drawn on the generator's device; see `fill_weights`.
 
-    Every weight is made in its final dtype, one at a time, so that the peak is about the model itself. Equal seeds
-    give equal weights on the same kind of device.
+    Equal seeds give equal weights on the same kind of device.
     """
-    target = resolve_float(dtype)
-    device = generator.device
-    frame = _Frame.build(model.config, generator.initial_seed())
-    weights = {}
-    named = list(model.named_parameters())
-    for name, parameter in progress(named, len(named), "seeding weights"):
-        own_dtype = torch.float32 if keeps_float32(name) else target
-        weight = torch.empty(parameter.shape, dtype=own_dtype, device=device)
-        weights[name] = _fill(weight, name, model.config, frame, generator)
-    model.load_state_dict(weights, assign=True)
-    return model.eval().requires_grad_(False)
+    config, frame = model.config, _Frame.build(model.config, generator.initial_seed())
+
+    def fill(weight: torch.Tensor, name: str) -> torch.Tensor:
+        return _fill(weight, name, config, frame, generator)
+
+    return fill_weights(model, generator.device, dtype, keeps_float32, fill, progress)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omni_attn.config import GenerationConfig
-from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
-from omni_attn.models.checkpoint import read_json, stored_names
+from omni_attn.models.checkpoint import stored_names
+from omni_attn.models.folders import WEIGHTS, find_folder, is_listed, read_index, read_part
+from omni_attn.models.gates import has_gates
 from omni_attn.models.wan.config import WanConfig
-from omni_attn.models.wan.gates import has_gates
-from omni_attn.models.wan.loading import WEIGHTS
 from omni_attn.models.wan.presets import DMD_FLOW_SHIFT, WAN_PRESETS
 
 _DMD_CLASS = "WanDMDPipeline"
@@ -137,19 +135,11 @@ def load_source(model: str) -> WanSource:
             flow_shift=preset.flow_shift,
             is_dmd=preset.is_dmd,
         )
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        guess = nearest(model, WAN_PRESETS)
-        hint = f"Did you mean {guess!r}? " if guess else ""
-        raise ConfigError(
-            f"model: {model!r} is neither a preset nor a folder here. {hint}"
-            f"Presets: {', '.join(WAN_PRESETS)}. A folder is one that diffusers' save_pretrained wrote."
-        )
-    return _load_folder(folder)
+    return _load_folder(find_folder(model, WAN_PRESETS))
 
 
 def _load_folder(folder: Path) -> WanSource:
-    index = _read_index(folder)
+    index = read_index(folder, "WanModel")
     class_name = index.get("_class_name")
     if class_name == "WanCausalDMDPipeline":
         raise ConfigError(
@@ -162,7 +152,7 @@ def _load_folder(folder: Path) -> WanSource:
             f"{', '.join(PIPELINE_CLASSES)}. Choose such a checkpoint."
         )
     is_dmd = class_name == _DMD_CLASS
-    names = ["transformer"] + (["transformer_2"] if _is_listed(index, "transformer_2") else [])
+    names = ["transformer"] + (["transformer_2"] if is_listed(index, "transformer_2") else [])
     experts = tuple(_read_expert(folder / name) for name in names)
     if is_dmd and len(experts) == 2:
         raise ConfigError(
@@ -170,12 +160,10 @@ def _load_folder(folder: Path) -> WanSource:
             "three steps is not known here. Use a distilled checkpoint with one transformer."
         )
     if not is_dmd:  # whose sampler is its own
-        _read_json(folder / "scheduler" / "scheduler_config.json")
+        read_part(folder / "scheduler" / "scheduler_config.json")
     boundary_ratio = index.get("boundary_ratio")
     _check_experts(folder, experts, boundary_ratio)
-    parts = frozenset(
-        part for part in _OPTIONAL_PARTS if _is_listed(index, part) and (folder / part).is_dir()
-    )
+    parts = frozenset(part for part in _OPTIONAL_PARTS if is_listed(index, part) and (folder / part).is_dir())
     vae_spatial, vae_temporal, notes = _vae_factors(folder, parts, experts[0])
     return WanSource(
         name=str(folder),
@@ -194,7 +182,7 @@ def _load_folder(folder: Path) -> WanSource:
 
 def _read_expert(folder: Path) -> WanConfig:
     """A transformer's parameters: those in config.json, and whether its weights have gates."""
-    values = _read_json(folder / "config.json")
+    values = read_part(folder / "config.json")
     config = WanConfig.from_dict(values, source=str(folder / "config.json"))
     if "gate_compress" in values:
         return config
@@ -229,7 +217,7 @@ def _vae_factors(
 ) -> tuple[int, int, tuple[str, ...]]:
     """Pixels and frames per latent pixel and frame, from vae/config.json or else from the latent channels."""
     if "vae" in parts:
-        config = _read_json(folder / "vae" / "config.json")
+        config = read_part(folder / "vae" / "config.json")
         if (class_name := config.get("_class_name", _VAE_CLASS)) != _VAE_CLASS:
             raise ConfigError(
                 f"{folder / 'vae' / 'config.json'}: _class_name is {class_name!r}, and latents of Wan are decoded by "
@@ -250,40 +238,6 @@ def _vae_factors(
         f"({transformer.out_channels} latent channels), and no pixels can be decoded"
     )
     return spatial, 4, (note,)
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    index = folder / "model_index.json"
-    if index.is_file():
-        return _read_json(index)
-    if (folder / "config.json").is_file():
-        parent = folder.absolute().parent
-        hint = (
-            f"Give its pipeline's folder: {parent}."
-            if (parent / "model_index.json").is_file()
-            else "Give the folder that diffusers' pipeline.save_pretrained wrote, or load this transformer alone with "
-            "WanModel.from_pretrained."
-        )
-        raise ConfigError(
-            f"model: {folder} holds one transformer only; a pipeline also needs {index} and "
-            f"{folder / 'scheduler' / 'scheduler_config.json'}, which are missing. {hint}"
-        )
-    raise ConfigError(
-        f"model: {index} is missing, so {folder} is not a pipeline checkpoint. Give the folder that diffusers' "
-        "save_pretrained wrote: it holds model_index.json, transformer/ and scheduler/."
-    )
-
-
-def _is_listed(index: dict[str, Any], part: str) -> bool:
-    """True if the index names a library and class for the part; diffusers writes [null, null] for an absent one."""
-    entry = index.get(part)
-    return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"model: {path} is missing. Complete the checkpoint folder.")
-    return read_json(path.parent, path.name)
 
 
 def _size_problem(model: str, name: str, value: int, step: int, offset: int) -> str | None:

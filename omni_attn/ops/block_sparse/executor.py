@@ -89,6 +89,20 @@ class Executor(ABC):
         """
 
 
+class SummarisingExecutor(Executor):
+    """An executor that also lets the blocks nobody selected take part, each as one key."""
+
+    @abstractmethod
+    def attend_with_summaries(
+        self, packed: Packed, selected: SelectedBlocks, softmax_scale: float
+    ) -> torch.Tensor:
+        """`attend`, with every key block that is not selected in the same softmax as one key.
+
+        That key is the mean of the block's keys, and its scaled score gains ln(n) for its n tokens; its value
+        is the mean of the block's values. Gradients flow through the means too, where the executor has any.
+        """
+
+
 def add_coarse(
     fine_BSHD: torch.Tensor, coarse: CoarseTerm | None, query_blocks: BlockPartition
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from omni_attn.ops.block_sparse.executor import SelectedBlocks
 from omni_attn.ops.block_sparse.partition import BlockPartition
+from omni_attn.ops.block_sparse.summary_gradients import summaries_backward
 
 #: () -> output [B, Sq, H, Dv] and log-sum-exp, float32 [B, H, Sq], in sequence order; called without autograd.
 Forward = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -32,13 +33,27 @@ def attend_with_gradients(
     query_blocks: BlockPartition,
     key_blocks: BlockPartition,
     softmax_scale: float,
+    summaries: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """What `forward` gives, [B, Sq, H, Dv], with the gradients of `backward`; the selection has none.
 
     Add a coarse term behind it (executor.add_coarse), out of place: the backward reads the output.
+
+    Args:
+        summaries: means of keys and values, where the blocks that are not selected take part by them. `backward` is
+            right about the selected ones all the same: output and log-sum-exp are those of all.
     """
     output: torch.Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, *selected, forward, backward, query_blocks, key_blocks, softmax_scale
+        query,
+        key,
+        value,
+        *(summaries or (None, None)),
+        *selected,
+        forward,
+        backward,
+        query_blocks,
+        key_blocks,
+        softmax_scale,
     )
     return output
 
@@ -59,6 +74,8 @@ class _Attend(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        mean_keys: torch.Tensor | None,
+        mean_values: torch.Tensor | None,
         indices: torch.Tensor,
         counts: torch.Tensor,
         forward: Forward,
@@ -67,17 +84,23 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         output, lse = forward()
         assert lse is not None
-        ctx.save_for_backward(query, key, value, output, lse, indices, counts)
+        ctx.save_for_backward(query, key, value, mean_keys, mean_values, output, lse, indices, counts)
         ctx.backward_of, ctx.geometry = backward, geometry
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse, indices, counts = ctx.saved_tensors
-        selected = SelectedBlocks(indices, counts)
-        grads = ctx.backward_of(query, key, value, output, grad_output, lse, selected, *ctx.geometry)
-        return *grads, *(None,) * (4 + len(ctx.geometry))
+        query, key, value, *means, output, lse, indices, counts = ctx.saved_tensors
+        results = output, grad_output, lse, SelectedBlocks(indices, counts), *ctx.geometry
+        grad_query, *others = ctx.backward_of(query, key, value, *results)
+        if means[0] is not None:
+            grad_summaries, *of_means = summaries_backward(query, *means, *results)
+            grad_query = (grad_query + grad_summaries).to(query.dtype)
+            others += of_means
+        else:
+            others += (None, None)
+        return grad_query, *others, *(None,) * (4 + len(ctx.geometry))
 
 
 class _Means(torch.autograd.Function):

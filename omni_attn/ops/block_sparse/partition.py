@@ -96,6 +96,28 @@ class BlockPartition:
         numbers = torch.arange(self.tokens, device=self.device)
         return torch.empty_like(numbers).scatter_(0, self.order.long(), numbers)
 
+    @kept
+    def first(self, blocks: int) -> BlockPartition:
+        """The first `blocks` blocks, which hold the first tokens of the sequence, as a partition of these."""
+        tokens = sum(self.sizes[:blocks])
+        return BlockPartition(
+            self.sizes[:blocks],
+            max(self.sizes[:blocks], default=1),
+            self.order[:tokens],
+            self.offsets[: blocks + 1],
+        )
+
+    @kept
+    def behind(self, blocks: int) -> BlockPartition:
+        """The blocks behind the first `blocks` ones, see `first`, as a partition of their tokens, numbered from 0."""
+        tokens = sum(self.sizes[:blocks])
+        return BlockPartition(
+            self.sizes[blocks:],
+            max(self.sizes[blocks:], default=1),
+            self.order[tokens:] - tokens,
+            self.offsets[blocks:] - tokens,
+        )
+
     def slots(self, capacity: int | None = None) -> torch.Tensor:
         """int64 [S]: the slot of each token where every block owns `capacity` slots and fills the first of them."""
         capacity = capacity or self.capacity

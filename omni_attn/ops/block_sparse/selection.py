@@ -17,12 +17,14 @@ class BlockSelection(NamedTuple):
         selected: key blocks of each query block and head.
         query_blocks, key_blocks: the partitions of the query's and the key's tokens.
         coarse: what is added to the attention over the selected blocks, None = nothing.
+        summaries: each block that is not selected is one key in the same softmax, see SummarisingExecutor.
     """
 
     selected: SelectedBlocks
     query_blocks: BlockPartition
     key_blocks: BlockPartition
     coarse: CoarseTerm | None = None
+    summaries: bool = False
 
 
 def block_map(selected: SelectedBlocks, num_key_blocks: int) -> torch.Tensor:

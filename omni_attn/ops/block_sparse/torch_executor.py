@@ -7,15 +7,22 @@ from typing import ClassVar
 import torch
 
 from omni_attn.ops.autocast import without_autocast
-from omni_attn.ops.block_sparse.executor import CoarseTerm, Executor, Packed, SelectedBlocks, add_coarse
+from omni_attn.ops.block_sparse.executor import (
+    CoarseTerm,
+    Packed,
+    SelectedBlocks,
+    SummarisingExecutor,
+    add_coarse,
+)
 from omni_attn.ops.block_sparse.means import BlockMeans, block_means
 from omni_attn.ops.block_sparse.partition import BlockPartition
+from omni_attn.ops.block_sparse.selection import block_map
 
 #: Elements of the scores, the keys or the values that one chunk of query blocks may have: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
 
 
-class TorchExecutor(Executor):
+class TorchExecutor(SummarisingExecutor):
     """Gathers the selected key blocks of some query blocks at a time."""
 
     name: ClassVar[str] = "torch"
@@ -47,18 +54,34 @@ class TorchExecutor(Executor):
         coarse: CoarseTerm | None = None,
     ) -> torch.Tensor:
         """See Executor.attend; scores and sums are float32 or wider."""
-        query, _, value = packed.tensors
-        batch, heads, _, capacity, size = query.shape
-        keys = selected.indices.shape[-1] * packed.key_blocks.capacity
-        widest = max(capacity, size, value.shape[-1])
-        chunk = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * keys * widest))
-        rows = [
-            _attend_rows(packed, selected, softmax_scale, slice(start, start + chunk))
-            for start in range(0, packed.query_blocks.num_blocks, chunk)
-        ]
-        slots = torch.cat(rows, dim=2).permute(0, 2, 3, 1, 4).flatten(1, 2)
-        output = add_coarse(packed.query_blocks.unpack(slots), coarse, packed.query_blocks)
-        return output.to(query.dtype).contiguous()
+        fine = _attend(packed, selected, softmax_scale, summaries=False)
+        output = add_coarse(fine, coarse, packed.query_blocks)
+        return output.to(packed.tensors[0].dtype).contiguous()
+
+    def attend_with_summaries(
+        self, packed: Packed, selected: SelectedBlocks, softmax_scale: float
+    ) -> torch.Tensor:
+        """See SummarisingExecutor; the means are as wide as the scores."""
+        output = _attend(packed, selected, softmax_scale, summaries=True)
+        return output.to(packed.tensors[0].dtype).contiguous()
+
+
+def _attend(
+    packed: Packed, selected: SelectedBlocks, softmax_scale: float, *, summaries: bool
+) -> torch.Tensor:
+    """[B, Sq, H, Dv] in float32 or wider, some query blocks at a time."""
+    query, _, value = packed.tensors
+    batch, heads, _, capacity, size = query.shape
+    keys = selected.indices.shape[-1] * packed.key_blocks.capacity
+    keys += packed.key_blocks.num_blocks if summaries else 0
+    widest = max(capacity, size, value.shape[-1])
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * keys * widest))
+    rows = [
+        _attend_rows(packed, selected, softmax_scale, slice(start, start + chunk), summaries)
+        for start in range(0, packed.query_blocks.num_blocks, chunk)
+    ]
+    slots = torch.cat(rows, dim=2).permute(0, 2, 3, 1, 4).flatten(1, 2)
+    return packed.query_blocks.unpack(slots)
 
 
 def _blocks_of(packed: torch.Tensor, blocks: BlockPartition) -> torch.Tensor:
@@ -67,7 +90,9 @@ def _blocks_of(packed: torch.Tensor, blocks: BlockPartition) -> torch.Tensor:
     return packed.view(batch, blocks.num_blocks, blocks.capacity, heads, size).permute(0, 3, 1, 2, 4)
 
 
-def _attend_rows(packed: Packed, selected: SelectedBlocks, scale: float, rows: slice) -> torch.Tensor:
+def _attend_rows(
+    packed: Packed, selected: SelectedBlocks, scale: float, rows: slice, summaries: bool
+) -> torch.Tensor:
     """The query blocks `rows`: [B, H, rows, capacity, Dv] in float32 or wider."""
     query, key, value = packed.tensors
     query = query[:, :, rows]
@@ -86,9 +111,39 @@ def _attend_rows(packed: Packed, selected: SelectedBlocks, scale: float, rows: s
 
     with without_autocast(query):
         scores = (query.to(wide) @ keys.mT * scale).masked_fill(~seen, float("-inf"))
+        if summaries:
+            unselected = ~block_map(
+                SelectedBlocks(selected.indices[:, :, rows], counts), packed.key_blocks.num_blocks
+            )
+            return _with_summaries(packed, query.to(wide), scores, values, unselected, scale)
         # A row of -inf alone would be NaN; it has no key, and its weights are zeros.
         weights = scores.softmax(-1).where(seen.any(-1, keepdim=True), 0.0)
         output: torch.Tensor = weights @ values
+    return output
+
+
+def _with_summaries(
+    packed: Packed,
+    query: torch.Tensor,
+    scores: torch.Tensor,
+    values: torch.Tensor,
+    unselected: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The softmax over scores [B, H, rows, capacity, keys] and the means of the unselected blocks [B, H, rows, blocks].
+
+    There is a key in every row: a block is selected, or it is not.
+    """
+    repeats = query.shape[1] // packed.means.key.shape[1]
+    mean_keys, mean_values = (
+        x.to(query.dtype).repeat_interleave(repeats, 1)[:, :, None] for x in packed.means[1:]
+    )
+    unselected = unselected[..., None, :]
+    bias = packed.key_blocks.block_sizes.to(query.dtype).log()
+    mean_scores = (query @ mean_keys.mT * scale + bias).masked_fill(~unselected, float("-inf"))
+    weights = torch.cat([scores, mean_scores], dim=-1).softmax(-1)
+    tokens = scores.shape[-1]
+    output: torch.Tensor = weights[..., :tokens] @ values + weights[..., tokens:] @ mean_values
     return output
 
 

@@ -4,6 +4,9 @@ A query tile of at most BLOCK_M rows walks over the packed rows of its key block
 are BLOCK_N rows of one block, and hold nearly everything; where a GPU has a tensor memory accelerator, it fetches them.
 What is left of each block comes as groups of GROUP rows, gathered across the borders of blocks, BLOCK_N rows at a time:
 clipped tiles cost no more than their rows.
+
+With summaries, the blocks that are not selected follow as one key each: the means of all blocks pass by, BLOCK_N at a
+time, those of selected blocks under a mask.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import triton.language as tl
 
 @triton.jit
 def _attend_rows(  # type: ignore[no-untyped-def]
-    acc, total, peak, q, k, v, scale, valid, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    acc, total, peak, q, k, v, scale, bias, valid, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Online softmax over the rows of k [D, N] and v [N, Dv]; `scale` brings scores to base 2."""
+    """Online softmax over the rows of k [D, N] and v [N, Dv]; `scale` brings scores to base 2, where bias [N] is."""
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if bias is not None:
+        scores += bias[None, :]
     if MASKED:
         scores = tl.where(valid[None, :], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -51,6 +56,10 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     lse_ptr,
     gate_ptr,
     coarse_ptr,
+    mean_k_ptr,
+    mean_v_ptr,
+    log_sizes_ptr,
+    chosen_ptr,
     chunks_ptr,
     groups_ptr,
     steps_ptr,
@@ -67,6 +76,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     stride_gh,
     key_rows,
     num_blocks,
+    key_blocks,
     tokens,
     chunks_length,
     groups_length,
@@ -82,6 +92,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     COARSE: tl.constexpr,
     GATE: tl.constexpr,
     LSE: tl.constexpr,
+    SUMMARIES: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -129,7 +140,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             rows = chunk + offs_n
             k = _load(k_at + rows[None, :].to(tl.int64) * D, in_d[:, None], D == BLOCK_D)
             v = _load(v_at + rows[:, None].to(tl.int64) * DV, in_v[None, :], DV == BLOCK_V)
-        acc, total, peak = _attend_rows(acc, total, peak, q, k, v, scale, None, False, PRECISION)
+        acc, total, peak = _attend_rows(acc, total, peak, q, k, v, scale, None, None, False, PRECISION)
         chunk = ahead
 
     per_step: tl.constexpr = BLOCK_N // GROUP
@@ -143,8 +154,27 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         valid = offs_n % GROUP < (group & 31)
         # Groups that fill a step name rows that nobody selected: a weight of zero does not silence a NaN in them.
         v = tl.load(v_at + rows[:, None].to(tl.int64) * DV, mask=valid[:, None] & in_v[None, :], other=0.0)
-        acc, total, peak = _attend_rows(acc, total, peak, q, k, v, scale, valid, True, PRECISION)
+        acc, total, peak = _attend_rows(acc, total, peak, q, k, v, scale, None, valid, True, PRECISION)
         group = ahead
+
+    if SUMMARIES:
+        k_at = mean_k_ptr + group_of.to(tl.int64) * key_blocks * D + offs_d[:, None]
+        v_at = mean_v_ptr + group_of.to(tl.int64) * key_blocks * DV + offs_v[None, :]
+        chosen_ptr += row * key_blocks
+        chosen = tl.load(chosen_ptr + offs_n, mask=offs_n < key_blocks, other=1)
+        for start in tl.range(0, key_blocks, BLOCK_N, num_stages=2):
+            blocks = start + offs_n
+            behind = blocks + BLOCK_N
+            ahead = tl.load(chosen_ptr + behind, mask=behind < key_blocks, other=1)
+            there = blocks < key_blocks
+            bias = tl.load(log_sizes_ptr + blocks, mask=there, other=0.0)
+            places = blocks.to(tl.int64)
+            k = tl.load(k_at + places[None, :] * D, mask=there[None, :] & in_d[:, None], other=0.0)
+            v = tl.load(v_at + places[:, None] * DV, mask=there[:, None] & in_v[None, :], other=0.0)
+            acc, total, peak = _attend_rows(
+                acc, total, peak, q, k, v, scale, bias, chosen == 0, True, PRECISION
+            )
+            chosen = ahead
 
     # A row without a key has no weight at all: zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -16,11 +16,16 @@ from omni_attn.ops.layout import on_device
 
 
 class RowLists(NamedTuple):
-    """int32: lists [B, H, query blocks, length], and steps [B, H, query blocks, 2]."""
+    """int32: lists [B, H, query blocks, length], and steps [B, H, query blocks, 2].
+
+    Attributes:
+        chosen: uint8 [B, H, query blocks, key blocks], 1 where a key block is selected; None unless asked for.
+    """
 
     chunks: torch.Tensor
     groups: torch.Tensor
     steps: torch.Tensor
+    chosen: torch.Tensor | None
 
 
 @triton.jit
@@ -32,16 +37,20 @@ def list_rows_kernel(  # type: ignore[no-untyped-def]
     chunks_ptr,
     groups_ptr,
     steps_ptr,
+    chosen_ptr,
     cap,
     chunks_length,
     groups_length,
+    key_blocks,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    """The lists of one query tile: chunks are first rows, groups are `first row * 2 + valid rows` (rows are multiples
-    of GROUP), and steps [2] counts the steps over each."""
+    """The lists of one query tile: chunks are first rows of BLOCK_N that lie behind one another, which one descriptor
+    can fetch; groups are what is left, encoded as in triton_groups (a first row is GROUP, 16, times its group); and
+    steps [2] counts the steps over each. With CHOSEN, selected blocks are marked in a row of zeros."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, WIDTH)
     count = tl.load(counts_ptr + row)
@@ -70,19 +79,23 @@ def list_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(groups_ptr + row * groups_length + fill, fill * 0, mask=fill < steps * per_step)
     tl.store(steps_ptr + row * 2, tl.sum(chunks, 0))
     tl.store(steps_ptr + row * 2 + 1, steps)
+    if CHOSEN:
+        tl.store(chosen_ptr + row * key_blocks + block, there.to(tl.uint8), mask=there)
 
 
-def list_rows(selected: SelectedBlocks, key_blocks: BlockPartition, block_n: int) -> RowLists:
+def list_rows(
+    selected: SelectedBlocks, key_blocks: BlockPartition, block_n: int, *, with_chosen: bool = False
+) -> RowLists:
     """The packed rows of the selected blocks, in chunks of block_n and groups of GROUP; see triton_attend."""
     cap = selected.indices.shape[-1]
     indices, counts = selected.indices.contiguous(), selected.counts.contiguous()
     chunks_length, groups_length = _list_lengths(key_blocks, cap, block_n)
-    lists = RowLists(
-        *(
-            torch.empty(*counts.shape, length, dtype=torch.int32, device=indices.device)
-            for length in (chunks_length, groups_length, 2)
-        )
+    chunks, groups, steps = (
+        torch.empty(*counts.shape, length, dtype=torch.int32, device=indices.device)
+        for length in (chunks_length, groups_length, 2)
     )
+    shape = (*counts.shape, key_blocks.num_blocks)
+    chosen = torch.zeros(shape, dtype=torch.uint8, device=indices.device) if with_chosen else None
     width = triton.next_power_of_2(cap)
     with on_device(indices):
         list_rows_kernel[(counts.numel(),)](
@@ -90,17 +103,22 @@ def list_rows(selected: SelectedBlocks, key_blocks: BlockPartition, block_n: int
             counts,
             key_blocks.block_sizes,
             first_rows(key_blocks)[0],
-            *lists,
+            chunks,
+            groups,
+            steps,
+            counts if chosen is None else chosen,
             cap,
             chunks_length,
             groups_length,
+            key_blocks.num_blocks,
             WIDTH=width,
             CHUNKS=key_blocks.capacity // block_n,
             GROUP=GROUP,
             BLOCK_N=block_n,
+            CHOSEN=with_chosen,
             num_warps=4 if width >= 1024 else 1,
         )
-    return lists
+    return RowLists(chunks, groups, steps, chosen)
 
 
 @kept

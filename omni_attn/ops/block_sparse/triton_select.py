@@ -48,23 +48,20 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _topk_kernel(scores_ptr, indices_ptr, n, topk, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The topk highest of each row of n, ascending by index; among equals the lowest index.
+def _best(x, ranked, number, topk):  # type: ignore[no-untyped-def]
+    """Which of the `number` scores x at the places `ranked` are the topk highest; among equals the first ones.
 
     A binary search over the bits of the k-th highest score: as unsigned integers, floats with their sign bit turned
     (negative ones with all bits turned) are in order.
     """
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, WIDTH)
-    x = tl.load(scores_ptr + row * n + cols, mask=cols < n, other=0.0)
     x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FC00000, bits)  # NaN comes first, as when torch sorts
     keys = tl.where(bits < 0, ~bits, bits | -0x80000000).to(tl.uint32, bitcast=True)
-    # Columns behind the row have the lowest key of all, which no number has.
-    keys = tl.where(cols < n, keys, 0)
+    # Places that are not ranked have the lowest key of all, which no number has.
+    keys = tl.where(ranked, keys, 0)
     kth = tl.full([], 0, tl.uint32)
-    reached = n
+    reached = number
     bit = tl.full([], 31, tl.int32)
     while (bit >= 0) & (reached != topk):  # exactly topk at or above: lower bits decide nothing
         candidate = kth | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
@@ -74,11 +71,44 @@ def _topk_kernel(scores_ptr, indices_ptr, n, topk, WIDTH: tl.constexpr):  # type
         reached = tl.where(enough, count, reached)
         bit -= 1
     above = keys > kth
-    equal = (keys == kth) & (cols < n)
+    equal = (keys == kth) & ranked
     room = topk - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+
+
+@triton.jit
+def _topk_kernel(scores_ptr, indices_ptr, n, topk, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The topk highest of each row of n, ascending by index; among equals the lowest index."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, WIDTH)
+    x = tl.load(scores_ptr + row * n + cols, mask=cols < n, other=0.0)
+    chosen = _best(x, cols < n, n, topk)
     places = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(indices_ptr + row * topk + places, cols, mask=chosen)
+
+
+@triton.jit
+def _prefix_topk_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, indices_ptr, counts_ptr, rows, blocks, cap, dense_rows, exempt, topk, WIDTH: tl.constexpr
+):
+    """One row of blocks: all in the first dense_rows of `rows`, else `exempt` first ones and the topk best of the rest.
+
+    -1 behind them. In a row with a NaN or an infinity among what is ranked, all scores count as equal.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, WIDTH)
+    inside = cols < blocks
+    ranked = inside & (cols >= exempt)
+    x = tl.load(scores_ptr + row * blocks + cols, mask=ranked, other=0.0)
+    finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == WIDTH
+    chosen = _best(tl.where(finite, x, 0.0), ranked, blocks - exempt, topk)
+    first = tl.where(row % rows < dense_rows, blocks, exempt)
+    chosen = chosen | (cols < first)
+    kept = tl.sum(chosen.to(tl.int32), 0)
+    indices_ptr += row * cap
+    tl.store(indices_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, cols, mask=chosen)
+    tl.store(indices_ptr + cols, cols * 0 - 1, mask=(cols >= kept) & (cols < cap))
+    tl.store(counts_ptr + row, kept)
 
 
 @triton.jit
@@ -165,6 +195,38 @@ def mean_topk(scores: torch.Tensor, topk: int) -> SelectedBlocks:
     with on_device(scores):
         _topk_kernel[(scores.shape[:-1].numel(),)](
             scores, indices, scores.shape[-1], topk, WIDTH=width, num_warps=2 if width >= 512 else 1
+        )
+    return SelectedBlocks(indices, counts)
+
+
+def prefix_dense_topk(
+    scores: torch.Tensor, prefix_blocks: int, topk: int, dense_rows: int, *, compete: bool
+) -> SelectedBlocks:
+    """See prefix_selector.prefix_dense_topk; scores of at most float32, topk below the number of video blocks.
+
+    Args:
+        dense_rows: how many of the rows belong to the prefix.
+    """
+    scores = scores.float().contiguous()
+    rows, blocks = scores.shape[-2:]
+    exempt, ranked = (0, prefix_blocks + topk) if compete else (prefix_blocks, topk)
+    cap = blocks if dense_rows else exempt + ranked
+    indices = torch.empty(*scores.shape[:-1], cap, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(scores.shape[:-1], dtype=torch.int32, device=scores.device)
+    width = triton.next_power_of_2(blocks)
+    with on_device(scores):
+        _prefix_topk_kernel[(counts.numel(),)](
+            scores,
+            indices,
+            counts,
+            rows,
+            blocks,
+            cap,
+            dense_rows,
+            exempt,
+            ranked,
+            WIDTH=width,
+            num_warps=2 if width >= 512 else 1,
         )
     return SelectedBlocks(indices, counts)
 

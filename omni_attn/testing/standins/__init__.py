@@ -24,6 +24,7 @@ from omni_attn.testing.standins.xpu import xpu_stand_in
 _StandIn = Callable[[CallLog, str | None], AbstractContextManager[None]]
 _STAND_INS: Mapping[str, _StandIn] = {
     "AITER_QUANT_ATTN": aiter_quant_stand_in,
+    "BLOCK_SUMMARY_ATTN": sparse_stand_in,
     "CUDNN_ATTN": cudnn_stand_in,
     "FASTVIDEO_VSA": sparse_stand_in,
     "FLASH_ATTN": flash_stand_in,

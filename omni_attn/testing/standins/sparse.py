@@ -48,6 +48,13 @@ class _Logged(TorchExecutor):
         self._log.calls.append(self.name)
         return super().attend(packed, selected, softmax_scale, coarse)
 
+    def attend_with_summaries(
+        self, packed: Packed, selected: SelectedBlocks, softmax_scale: float
+    ) -> torch.Tensor:
+        """See SummarisingExecutor.attend_with_summaries."""
+        self._log.calls.append(self.name)
+        return super().attend_with_summaries(packed, selected, softmax_scale)
+
 
 @contextmanager
 def sparse_stand_in(log: CallLog, variant: str | None) -> Iterator[None]:

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from omni_attn.config import PipelineConfig
 from omni_attn.errors import ConfigError, MetadataError
-from omni_attn.models.wan.conditions import (
-    ImageCondition,
-    PromptEmbeddings,
-    Stream,
-    seeded_generator,
-    seeded_prompt,
-)
+from omni_attn.models.seeding import Stream, seeded_generator
+from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings, seeded_prompt
 from omni_attn.models.wan.dmd import DMD_TIMESTEPS, build_dmd_scheduler, set_dmd_timesteps
 from omni_attn.models.wan.family import run
 from omni_attn.models.wan.model import WanModel

@@ -308,6 +308,11 @@ def test_incomplete_folders_name_what_is_missing(checkpoints: Any, tmp_path: Pat
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="is not a pipeline checkpoint"):
         run(configure(tmp_path / "empty", tmp_path / "out"))
+    (tmp_path / "empty" / "modular_model_index.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"holds modular_model_index\.json.*another family.*Correct `pipeline`"
+    ):
+        run(configure(tmp_path / "empty", tmp_path / "out"))
     incomplete = broken(folder, tmp_path / "copy")
     shutil.rmtree(incomplete / "scheduler")
     with pytest.raises(ConfigError, match=r"scheduler_config\.json is missing"):

@@ -1,0 +1,1 @@
+"""Attention that MiniMax-H3 owns."""
