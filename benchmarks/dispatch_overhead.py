@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -123,17 +124,17 @@ def measure(kernel: BareKernel, tensors: Tensors, rounds: int) -> Row:
     return Row(label, median["bare"], median["layer"], median.get("diffusers"))
 
 
-def host_microseconds(call: Call) -> float:
-    """Mean host time of one call; the device's queue is empty before, and drained after, outside the clock."""
+def host_microseconds(call: Callable[[], object], calls: int = CALLS_PER_ROUND) -> float:
+    """Mean host time of so many calls; the device's queue is empty before, and drained after, outside the clock."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS_PER_ROUND):
+    for _ in range(calls):
         call()
     elapsed = time.perf_counter() - start
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return elapsed / CALLS_PER_ROUND * 1e6
+    return elapsed / calls * 1e6
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def _judge(candidate: Candidate, row: Row, error: float, device: torch.device) -
         return
     row.error = error
     candidate.release()
-    gc.collect()
+    if device.type == "cuda":  # elsewhere no memory is counted
+        gc.collect()
     row.peak_bytes = peak_bytes(candidate.call, device)
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     )
     from omni_attn.config import AttentionConfig, AttentionSpec, load_config, load_pipeline
     from omni_attn.layer import Attention, prepare_attention
+    from omni_attn.mla_layer import MLAAttention
+    from omni_attn.paged_layer import PagedAttention
     from omni_attn.report import attention_report
     from omni_attn.selector import (
         collect_attention_requests,
@@ -33,7 +35,9 @@ _HOME = {
     "AttentionMetadata": "omni_attn.backends.metadata",
     "AttentionSpec": "omni_attn.config",
     "DiffusionAttentionBackendEnum": "omni_attn.backends.registry",
+    "MLAAttention": "omni_attn.mla_layer",
     "PackedPadding": "omni_attn.backends.metadata",
+    "PagedAttention": "omni_attn.paged_layer",
     "VideoLayout": "omni_attn.backends.metadata",
     "attention_report": "omni_attn.report",
     "collect_attention_requests": "omni_attn.selector",
@@ -53,7 +57,9 @@ __all__ = [
     "AttentionMetadata",
     "AttentionSpec",
     "DiffusionAttentionBackendEnum",
+    "MLAAttention",
     "PackedPadding",
+    "PagedAttention",
     "VideoLayout",
     "attention_report",
     "collect_attention_requests",

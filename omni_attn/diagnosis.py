@@ -14,13 +14,24 @@ from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.registry import load_backend, registered_names
 from omni_attn.config import AttentionSpec
 from omni_attn.errors import BackendImportError
-from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, KernelFacts, choose_variant, evaluate
+from omni_attn.facts import (
+    AttentionRequest,
+    BackendFacts,
+    DeviceInfo,
+    FullAttentionSpec,
+    KernelFacts,
+    choose_variant,
+    evaluate,
+)
 from omni_attn.plain import to_plain
 from omni_attn.platforms import OmniPlatform, current_omni_platform
 
 # A layer of which nothing is known that could speak against a backend, and everything that could speak for it.
 ANY_LAYER = AttentionRequest(role="any", num_heads=None, head_size=-1, video_grid=True)
 HEAD_SIZE = 128  # of the kernel that is constructed as a trial; every backend serves it
+# Of the layers that a backend for paged attention alone is asked about.
+ANY_CACHE = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=HEAD_SIZE, dtype="float16")
+ANY_PAGED_LAYER = dataclasses.replace(ANY_LAYER, kv_cache=ANY_CACHE)
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,11 @@ def diagnose(platform: OmniPlatform | None = None) -> Diagnosis:
 
 
 def _health(name: str, platform: OmniPlatform) -> BackendHealth:
-    (verdict,) = platform.evaluate(AttentionSpec(backend=name), ANY_LAYER)
     try:
-        backend = load_backend(verdict.class_path, name)
+        backend = load_backend(platform.class_path(name), name)
     except BackendImportError as error:
         return BackendHealth(name, False, (), (str(error),), ())
+    (verdict,) = platform.evaluate(AttentionSpec(backend=name), _layer_for(backend.facts))
     if not verdict.accepted:
         return BackendHealth(
             name, False, (), verdict.reasons, _install_commands(backend.facts, platform.device)
@@ -95,9 +106,18 @@ def _health(name: str, platform: OmniPlatform) -> BackendHealth:
     )
 
 
+def _layer_for(facts: BackendFacts) -> AttentionRequest:
+    return ANY_LAYER if facts.stateless else ANY_PAGED_LAYER
+
+
+def _own_facts(facts: BackendFacts) -> BackendFacts:
+    return facts if facts.stateless or facts.paged is None else facts.paged
+
+
 def _accepted_variants(facts: BackendFacts, device: DeviceInfo) -> list[str | None]:
-    names: list[str | None] = [variant.name for variant in facts.variants]
-    return [name for name in names or [None] if not choose_variant(facts, ANY_LAYER, device, name)[1]]
+    names: list[str | None] = [variant.name for variant in _own_facts(facts).variants]
+    layer = _layer_for(facts)
+    return [name for name in names or [None] if not choose_variant(facts, layer, device, name)[1]]
 
 
 def _construct(backend: type[AttentionBackend], variant: str | None) -> None:
@@ -106,14 +126,17 @@ def _construct(backend: type[AttentionBackend], variant: str | None) -> None:
     Raises:
         BackendImportError: the package is there and broken.
     """
+    geometry: dict[str, Any] = {"head_size": HEAD_SIZE, "softmax_scale": HEAD_SIZE**-0.5, "variant": variant}
+    geometry |= {"num_heads": 1, "num_kv_heads": 1}
     if backend.facts.stateless:
-        backend.get_impl_cls()(
-            num_heads=1, num_kv_heads=1, head_size=HEAD_SIZE, softmax_scale=HEAD_SIZE**-0.5, variant=variant
-        )
+        backend.get_impl_cls()(**geometry)
+    else:
+        backend.get_paged_impl_cls()(kv_cache_spec=ANY_CACHE, **geometry)
 
 
 def _install_commands(facts: BackendFacts, device: DeviceInfo) -> tuple[str, ...]:
     """What would make the backend usable here; nothing where a package is not what is missing."""
+    facts = _own_facts(facts)
     kernels: list[KernelFacts] = [variant.facts for variant in facts.variants] or [facts]
     commands = [
         package.install_command

@@ -7,6 +7,7 @@ OmniAttnError
   BackendImportError(ImportError)    an optional package is missing or broken; its own error is chained
   MissingExtraError(ImportError)     a library of an extra, outside attention itself, is not installed
   MetadataError(ValueError)          the input of a step does not fit what the layer or the backend can express
+  KVCacheError(RuntimeError)         no room for what a step adds to a KV cache, or pages used against its rules
 
 Each text says what was asked, why it cannot be, and what to do. The command line prints it and exits with 2.
 This module imports nothing, so that every other one can raise from here.
@@ -80,3 +81,7 @@ class MissingExtraError(OmniAttnError, ImportError):
 
 class MetadataError(OmniAttnError, ValueError):
     """The tensors or the record of one step do not fit; the text names both sides."""
+
+
+class KVCacheError(OmniAttnError, RuntimeError):
+    """A KV cache has no room for more tokens or streams, or a page or stream is used out of turn."""

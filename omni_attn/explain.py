@@ -7,98 +7,35 @@ nothing; then every distinct request is selected on its own, so that all refusal
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from omni_attn.config import TunedFor
 from omni_attn.config.names import nearest
 from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError
+from omni_attn.explanation import PipelineExplanation, RoleExplanation
 from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
 from omni_attn.models import get_family
+from omni_attn.models.family import CachedChoice
 from omni_attn.models.runtime import resolve_device, resolve_dtype
-from omni_attn.plain import to_plain
 from omni_attn.platforms import OmniPlatform, current_omni_platform
 from omni_attn.selector import PLATFORM_DEFAULT, collect_attention_requests, select, use_attention_config
 
 if TYPE_CHECKING:
     from omni_attn.config import AttentionConfig, AttentionSpec, PipelineConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class RoleExplanation:
-    """The answer for the layers of one role that share one request.
-
-    Attributes:
-        request: what these layers need.
-        layers: how many they are.
-        source: where the choice came from (`per_role['self']`, `default`, `platform default`, ...).
-        spec: the person's options, None for a platform default.
-        backend, variant: what runs; None if the choice is refused.
-        verdicts: one per candidate, in the order in which they were asked.
-        refusal: the full error text of a refused choice, else None.
-    """
-
-    request: AttentionRequest
-    layers: int
-    source: str
-    spec: AttentionSpec | None
-    backend: str | None
-    variant: str | None
-    verdicts: tuple[Verdict, ...]
-    refusal: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "role": self.request.role,
-            "role_category": self.request.role_category,
-            "layers": self.layers,
-            "backend": self.backend,
-            "variant": self.variant,
-            "source": self.source,
-            "spec": to_plain(self.spec),
-            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineExplanation:
-    """The answers for a whole pipeline on one device.
-
-    Attributes:
-        unmatched: key path -> what is wrong, for each key of `per_role` that no layer of the model answers to.
-        notes: what a person should know beside that: a tuned file that was measured on another machine.
-    """
-
-    device: DeviceInfo
-    dtype: str
-    roles: tuple[RoleExplanation, ...]
-    unmatched: Mapping[str, str]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def refusals(self) -> tuple[str, ...]:
-        """Error texts of all refused roles."""
-        return tuple(role.refusal for role in self.roles if role.refusal is not None)
-
-    def raise_if_refused(self) -> None:
-        """Nothing if every role can run.
-
-        Raises:
-            BackendRejectedError: some cannot; the text holds all of them.
-        """
-        if self.refusals:
-            raise BackendRejectedError("\n".join(self.refusals))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the device and its facts, the dtype, the roles, and the notes."""
-        return {
-            "device": to_plain(self.device),
-            "dtype": self.dtype,
-            "roles": [role.to_dict() for role in self.roles],
-            "notes": list(self.notes),
-        }
+__all__ = [
+    "PipelineExplanation",
+    "RoleExplanation",
+    "check_run",
+    "collect_requests",
+    "explain_pipeline",
+    "explain_request",
+    "measured_on",
+    "tuned_elsewhere",
+    "unmatched_roles",
+]
 
 
 def explain_pipeline(config: PipelineConfig, platform: OmniPlatform | None = None) -> PipelineExplanation:
@@ -120,6 +57,20 @@ def explain_pipeline(config: PipelineConfig, platform: OmniPlatform | None = Non
         unmatched=unmatched_roles(config.attention, requests),
         notes=tuned_elsewhere(config.tuned_for, measured_on(platform.device, dtype, requests)),
     )
+
+
+def check_run(config: PipelineConfig, explanation: PipelineExplanation) -> None:
+    """Nothing if the pipeline's model can use all that was asked for, on what its roles would run.
+
+    Raises:
+        ConfigError: it cannot, as `run` would say before it loads weights.
+    """
+    choices = [
+        CachedChoice(role.label, role.request.kv_cache.block_size, role.cache)
+        for role in explanation.roles
+        if role.cache is not None and role.request.kv_cache is not None
+    ]
+    get_family(config.pipeline).check_run(config, choices, explanation.dtype)
 
 
 def measured_on(device: DeviceInfo, dtype: str, requests: Iterable[AttentionRequest]) -> TunedFor:
@@ -190,6 +141,9 @@ def explain_request(
         variant=selection.variant,
         verdicts=selection.verdicts,
         refusal=None,
+        cache=None
+        if request.kv_cache is None
+        else selection.backend_cls.get_cache_facts(selection.variant, request.kv_cache.kind),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
 from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
-from omni_attn.facts import AttentionRequest
+from omni_attn.facts import AttentionRequest, KVCacheSpec
 from omni_attn.products import build_prepared
 from omni_attn.routes import (
     Route,
@@ -56,11 +56,12 @@ class Attention(nn.Module):
         skip_sequence_parallel: run on each rank's own tensors, whatever the parallel configuration.
         config: the choice of backends for this layer alone.
         prefix: the layer's name in the model, for reports; options that go by layer number find it in there.
+        kv_cache: refused: PagedAttention is the layer over a KV cache.
 
     Raises:
         BackendRejectedError, NoBackendError, BackendImportError, ConfigError: see select; nothing is built then.
         TypeError: an override does not subclass the selected impl.
-        ValueError: a field is out of range, or custom_attention without skip_sequence_parallel.
+        ValueError: a field is out of range, kv_cache, or custom_attention without skip_sequence_parallel.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         compile: bool = False,
         window: tuple[int, int] | None = None,
         batch_invariant: bool = False,
-        kv_cache: Hashable | None = None,
+        kv_cache: KVCacheSpec | None = None,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: Callable[..., torch.Tensor] | None = None,
         skip_sequence_parallel: bool = False,
@@ -93,6 +94,11 @@ class Attention(nn.Module):
         prefix: str = "",
     ) -> None:
         super().__init__()
+        if kv_cache is not None:
+            raise ValueError(
+                f'role "{role}": kv_cache= makes a layer whose keys and values lie in pages, and Attention takes them '
+                "from its arguments: build a PagedAttention with it, and a prefix"
+            )
         scope = current_scope()
         hints = scope.lengths.get(role, (None, None))
         self.request = AttentionRequest(
@@ -115,7 +121,6 @@ class Attention(nn.Module):
             compile=compile,
             window=window,
             batch_invariant=batch_invariant,
-            kv_cache=kv_cache,
         )
         if custom_attention is not None and not skip_sequence_parallel:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omni_attn.backends.registry import (
@@ -33,6 +33,23 @@ FEATURE_COLUMNS = (
     "CUDA graph",
     "sequence parallel",
     "options",
+)
+PAGED_COLUMNS = (
+    "backend",
+    "variant",
+    "keeps",
+    "page sizes",
+    "layouts",
+    "cache dtypes",
+    "caches",
+    "causal",
+    "non-causal",
+    "causal by request",
+    "window",
+    "CUDA graph",
+    "host lengths",
+    "batch invariant",
+    "tested on",
 )
 UNTESTED = "untested on hardware"
 
@@ -89,6 +106,26 @@ class BackendRow:
             _join(self.facts.option_fields) or "-",
         )
 
+    def paged_cells(self) -> tuple[str, ...]:
+        """Cells under PAGED_COLUMNS: what it takes of a paged KV cache."""
+        kernel, cache = self.kernel, self.kernel.cache
+        assert cache is not None
+        return (
+            self.backend,
+            self.variant or "-",
+            "latents (MLA)" if "mla" in cache.kinds else "keys and values",
+            ", ".join(map(str, cache.block_sizes)),
+            ", ".join(cache.layouts),
+            ", ".join(("the layer's", *sorted(cache.cache_dtypes))),
+            _join(cache.kinds).replace("_", " "),
+            _yes(kernel.causal),
+            *map(_yes, (cache.non_causal, cache.causal_by_request, kernel.window)),
+            cache.cudagraph.name.lower().replace("_", " "),
+            "needed" if cache.host_lengths else "not needed",
+            _yes(kernel.batch_invariant),
+            ", ".join(kernel.tested_on) or UNTESTED,
+        )
+
 
 def built_in_facts() -> tuple[ListedBackend, ...]:
     """Every class that comes with omni_attn, whatever else is registered on this machine."""
@@ -121,13 +158,24 @@ def backend_rows(backends: Sequence[ListedBackend]) -> list[BackendRow]:
     return [row for backend in backends for row in _rows_of(backend)]
 
 
+def paged_rows(backends: Sequence[ListedBackend]) -> list[BackendRow]:
+    """One row per kernel over a paged KV cache."""
+    return [
+        row
+        for backend in backends
+        for side in (backend.facts.paged, backend.facts.mla)
+        if side is not None
+        for row in _rows_of(replace(backend, facts=side))
+    ]
+
+
 def backends_as_data(backends: Sequence[ListedBackend]) -> list[dict[str, Any]]:
     """The facts of every class as plain data for JSON; `family` is null for a name's own class."""
     return [{"backend": b.name, "family": b.family, **to_plain(b.facts)} for b in backends]
 
 
 def backends_markdown(backends: Sequence[ListedBackend]) -> str:
-    """The two tables as GitHub Markdown, with one line on each backend above them."""
+    """The tables as GitHub Markdown, with one line on each backend above them."""
     rows = backend_rows(backends)
     return "\n".join(
         [
@@ -140,6 +188,12 @@ def backends_markdown(backends: Sequence[ListedBackend]) -> str:
             "## What it can do",
             "",
             *_markdown_table(FEATURE_COLUMNS, [row.feature_cells() for row in rows]),
+            "",
+            "## Over a paged KV cache",
+            "",
+            "Kernels that read keys and values of earlier tokens from pages: [kv_cache.md](kv_cache.md).",
+            "",
+            *_markdown_table(PAGED_COLUMNS, [row.paged_cells() for row in paged_rows(backends)]),
             "",
         ]
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from omni_attn.kv_cache.layers import PagedLayer
 from omni_attn.layer import Attention
 from omni_attn.selector import Selection
 
@@ -77,13 +78,43 @@ class AttentionReport:
 
 
 def attention_report(model: nn.Module) -> AttentionReport:
-    """What the Attention layers of a model run, one row per role and way of running, in order of appearance."""
-    groups: dict[tuple[object, ...], list[tuple[str, Attention]]] = {}
+    """What the attention layers of a model run, one row per role and way of running, in order of appearance."""
+    groups: dict[tuple[object, ...], list[tuple[str, Any]]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Attention):
             source = layer.selection.source if layer.selection else "model"
             groups.setdefault((layer.role, layer.group_id, source, layer.route), []).append((name, layer))
-    return AttentionReport(tuple(_row(members) for members in groups.values()))
+        elif isinstance(layer, PagedLayer) and layer.selection is not None:
+            kind = (layer.selection.request.role, layer.group_key, layer.selection.source, layer.cache_group)
+            groups.setdefault(kind, []).append((name, layer))
+    return AttentionReport(
+        tuple(
+            _row(members) if isinstance(members[0][1], Attention) else _paged_row(members)
+            for members in groups.values()
+        )
+    )
+
+
+def _paged_row(members: list[tuple[str, PagedLayer]]) -> ReportRow:
+    """Its steps are prepared for a group at a time, outside of the layer, so that it counts no routes."""
+    layer = members[0][1]
+    selection = layer.selection
+    assert selection is not None
+    pages = layer.kv_cache_spec.block_size
+    return ReportRow(
+        role=selection.request.role,
+        role_category=selection.request.role_category,
+        layers=len(members),
+        backend=selection.backend,
+        variant=selection.variant,
+        impl=type(layer.impl).__qualname__,
+        source=selection.source,
+        reason=f"{selection.reason()}; page table {layer.cache_group!r}, pages of {pages} tokens",
+        route=f"{selection.label}, paged",
+        fallbacks_taken=0,
+        routes_taken={},
+        names=tuple(name for name, _ in members),
+    )
 
 
 def _row(members: list[tuple[str, Attention]]) -> ReportRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,20 +64,35 @@ def build_routes(
     Raises:
         BackendImportError, and what select raises; TypeError for an override of the wrong class.
     """
+    first = construct_selected(request, config, platform, lambda chosen: _build_route(chosen, overrides))
+    behind = later_fallbacks(first.selection, config)
+    return (first, *(route for later in behind if (route := _build_fallback(later, overrides))))
+
+
+def construct_selected(
+    request: AttentionRequest,
+    config: AttentionConfig,
+    platform: OmniPlatform,
+    construct: Callable[[Selection], Built],
+) -> Built:
+    """What `construct` makes of the selection, or of the next one where a package turns out broken; see build_routes.
+
+    Raises:
+        BackendImportError, and what select raises.
+    """
     broken: dict[str, str] = {}
     while True:
         selection = select(request, config, platform, broken=broken)
-        behind = later_fallbacks(selection, config)
         try:
-            first = _build_route(selection, overrides)
+            built = construct(selection)
         except BackendImportError as error:
-            if selection.spec is not None and not behind:
+            if selection.spec is not None and not later_fallbacks(selection, config):
                 raise BackendImportError(f'role "{request.role}": {error}') from error
             broken[selection.label] = str(error).removeprefix(f"{selection.label}: ")
             _log_passed_over(selection, error)
             continue
         log_selection(selection)
-        return (first, *(route for later in behind if (route := _build_fallback(later, overrides))))
+        return built
 
 
 def _build_fallback(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route | None:
@@ -96,10 +111,16 @@ def _log_passed_over(selection: Selection, error: BackendImportError) -> None:
 
 
 def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route:
-    request = selection.request
-    impl_cls = _impl_class(selection, overrides)
+    impl_cls = overriding_class(selection, selection.backend_cls.get_impl_cls(), overrides)
     builder_cls = impl_cls.builder_cls or selection.backend_cls.get_builder_cls()
-    geometry = {
+    geometry = geometry_of(selection)
+    return Route(selection, impl_cls(**geometry), _construct_builder(builder_cls, geometry))
+
+
+def geometry_of(selection: Selection) -> dict[str, Any]:
+    """The keywords that builders and impls are constructed with, see LayerGeometry."""
+    request = selection.request
+    geometry: dict[str, Any] = {
         "num_heads": request.num_heads,
         "num_kv_heads": request.num_kv_heads,
         "head_size": request.head_size,
@@ -108,13 +129,12 @@ def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImp
         "spec": selection.spec,
         "variant": selection.variant,
     }
-    beyond: dict[str, Any] = {}  # what an impl that knows only the seven above need not hear of
+    # What an impl that knows only the seven above need not hear of.
     if request.window is not None:
-        beyond["window"] = request.window
+        geometry["window"] = request.window
     if request.value_head_size != request.head_size:
-        beyond["value_head_size"] = request.value_head_size
-    impl = impl_cls(**geometry, **beyond)  # type: ignore[arg-type]
-    return Route(selection, impl, _construct_builder(builder_cls, {**geometry, **beyond}))
+        geometry["value_head_size"] = request.value_head_size
+    return geometry
 
 
 def _construct_builder(builder_cls: type[Built], geometry: Mapping[str, Any]) -> Built:
@@ -125,8 +145,14 @@ def _construct_builder(builder_cls: type[Built], geometry: Mapping[str, Any]) ->
     return builder_cls(**{name: value for name, value in geometry.items() if name in parameters})
 
 
-def _impl_class(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> type[AttentionImpl]:
-    selected = selection.backend_cls.get_impl_cls()
+def overriding_class(
+    selection: Selection, selected: type[Built], overrides: Mapping[str, type[Any]]
+) -> type[Built]:
+    """The model's own class for the selected backend, else the selected one.
+
+    Raises:
+        TypeError: it does not subclass the one that it replaces.
+    """
     override = overrides.get(canonical_name(selection.backend))
     if override is None:
         return selected
@@ -151,8 +177,8 @@ def served_dtypes(route: Route, platform: OmniPlatform) -> tuple[str, ...]:
 
 
 def canonical_overrides(
-    overrides: Mapping[Any, type[AttentionImpl]] | None,
-) -> dict[str, type[AttentionImpl]]:
+    overrides: Mapping[Any, type[Built]] | None,
+) -> dict[str, type[Built]]:
     """Overrides by public name; keys may be names in any case, or members of DiffusionAttentionBackendEnum."""
     return {canonical_name(getattr(name, "name", name)): cls for name, cls in (overrides or {}).items()}
 

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, settings
 
+from omni_attn.backends import sparse_executors
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum, load_backend
 
 # A busy machine is no failure: examples have no time limit.
@@ -31,3 +32,9 @@ def _no_real_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.node.get_closest_marker("gpu") is None:
         for module in kernel_modules():
             monkeypatch.setitem(sys.modules, module, None)
+
+
+@pytest.fixture(autouse=True)
+def _own_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps one executor of each kind, with the kernels, or stand-ins, of whoever asked first."""
+    monkeypatch.setattr(sparse_executors, "_made", {})

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.cli.app import app
-from omni_attn.facts import AttentionRequest
+from omni_attn.facts import AttentionRequest, FullAttentionSpec
 from omni_attn.models.minimax_h3 import MINIMAX_H3_PRESETS, MiniMaxH3Model
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import BackendConformance, fake_device
@@ -86,6 +86,18 @@ def test_the_page_of_minimax_h3_shows_references_that_run() -> None:
     }
     exec(example, given)
     assert given["video"].shape == (1, 24, 2, 4, 8) and given["sound_rows"].shape == (1, 6, 32)
+
+
+def test_the_page_of_the_kv_cache_shows_what_runs(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, modes = blocks((ROOT / "docs" / "kv_cache.md").read_text(encoding="utf-8"), "python")
+    exec(compile(model, "docs/kv_cache.md", "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out
+    assert "144 tokens so far, 96 of them in the cache" in printed and "TORCH_SDPA" in printed
+    exec(modes, {})
+    assert "CUDAGraphMode.NONE SLOW_ATTN" in capsys.readouterr().out
+    assert "is not supported with SLOW_ATTN" in caplog.text
 
 
 def test_matrix_leads_to_the_page_of_each_backend() -> None:
@@ -219,3 +231,14 @@ def test_the_orders_on_the_page_are_those_in_force(
     )
     [stated] = [order for name, order in _rows_of_orders().items() if name.startswith(family)]
     assert stated == platform.default_order(request)
+
+
+@pytest.mark.parametrize(
+    ("family", "device"), [("CUDA", "sm_90"), ("CUDA", "sm_80"), ("ROCm", "gfx942"), ("ROCm", "musa")]
+)
+def test_the_orders_over_a_paged_cache_too(family: str, device: str) -> None:
+    cache = FullAttentionSpec(block_size=8, num_kv_heads=12, head_size=128, dtype="bfloat16")
+    request = AttentionRequest(role="self", num_heads=12, head_size=128, dtype="bfloat16", kv_cache=cache)
+    rows = _rows_of_orders().items()
+    [stated] = [order for name, order in rows if name.startswith(f"over a paged KV cache: {family}")]
+    assert stated == current_omni_platform(fake_device(device)).default_order(request)

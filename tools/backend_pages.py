@@ -14,10 +14,12 @@ from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.facts import KernelFacts
 from omni_attn.overview import (
     FEATURE_COLUMNS,
+    PAGED_COLUMNS,
     PLACE_COLUMNS,
     BackendRow,
     backend_rows,
     built_in_facts,
+    paged_rows,
 )
 
 SECTIONS = ("Install", "Limits", "Quality")
@@ -48,7 +50,7 @@ def backend_pages(docs: Path) -> dict[Path, str]:
     Raises:
         PageError: pages, sections or markers that are missing.
     """
-    rows = backend_rows(built_in_facts())
+    rows, paged = backend_rows(built_in_facts()), paged_rows(built_in_facts())
     texts, faults = dict[Path, str](), list[str]()
     for name in DiffusionAttentionBackendEnum.__members__:
         path = docs / page_of(name)
@@ -56,7 +58,8 @@ def backend_pages(docs: Path) -> dict[Path, str]:
         found = list(_faults(name, text))
         faults += [f"docs/{page_of(name)} {fault}" for fault in found]
         if not found:
-            block = facts_block([row for row in rows if row.backend == name])
+            own = ([row for row in kind if row.backend == name] for kind in (rows, paged))
+            block = facts_block(*own)
             texts[path] = with_block(text, block)
     if faults:
         raise PageError("\n".join(faults))
@@ -86,8 +89,12 @@ def with_block(text: str, block: str) -> str:
     return before + block + rest.partition(END)[2]
 
 
-def facts_block(rows: Sequence[BackendRow]) -> str:
-    """A table with a row per fact and a column per variant, the options, and the way to the matrix."""
+def facts_block(rows: Sequence[BackendRow], paged: Sequence[BackendRow] = ()) -> str:
+    """A table with a row per fact and a column per variant, the options, and the way to the matrix.
+
+    Args:
+        paged: kernels over a paged KV cache, which get a table of their own.
+    """
     columns = [row.variant or row.backend for row in rows]
     table = [["fact", *columns], ["---"] * (len(columns) + 1), *_table(rows)]
     options = sorted(rows[0].facts.option_fields)
@@ -96,6 +103,15 @@ def facts_block(rows: Sequence[BackendRow]) -> str:
         if options
         else "No options of its own."
     )
+    over_pages = []
+    if paged:
+        cells = zip(PAGED_COLUMNS, *(row.paged_cells() for row in paged), strict=True)
+        lines = [
+            ("over a paged cache", *(row.variant or row.backend for row in paged)),
+            ("---",) * (len(paged) + 1),
+            *list(cells)[2:],
+        ]
+        over_pages = ["", *(f"| {' | '.join(line)} |" for line in lines)]
     return "\n".join(
         [
             START,
@@ -104,6 +120,7 @@ def facts_block(rows: Sequence[BackendRow]) -> str:
             "What selection judges, written by `make docs`; [all backends](../backends.md) side by side.",
             "",
             *(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in table),
+            *over_pages,
             "",
             owned,
             END,

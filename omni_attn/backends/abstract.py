@@ -12,56 +12,33 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
-from omni_attn.errors import MetadataError
-from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, choose_variant
+from omni_attn.backends.geometry import LayerGeometry
+from omni_attn.backends.refusals import foreign_metadata, metadata_of_another
+from omni_attn.facts import AttentionRequest, BackendFacts, DeviceInfo, KernelFacts, choose_variant
+from omni_attn.facts.kv_cache import BlockSizes, CacheFacts, KVCacheSpec, kv_cache_shape
 
 if TYPE_CHECKING:
     import torch
 
     from omni_attn.backends.metadata import AttentionMetadata
+    from omni_attn.backends.mla import MLAImpl
+    from omni_attn.backends.mla_builder import MLAMetadataBuilder
+    from omni_attn.backends.paged import PagedAttentionImpl, PagedMetadataBuilder
     from omni_attn.calibration import LayerCalibration
     from omni_attn.config import AttentionSpec
     from omni_attn.ops.block_sparse.selection import BlockSelection
 
-
-class _LayerGeometry:
-    """What every builder and impl is constructed with; the same keywords for both.
-
-    Args:
-        num_heads, num_kv_heads: query heads, key-value heads.
-        head_size: channels of a query and key head; value_head_size of a value head (None = head_size).
-        softmax_scale: factor on the scores.
-        causal: bottom-right aligned causal attention.
-        spec: the person's options, None for a platform default.
-        variant: the variant that was selected, None for a backend without variants.
-        window: (left, right) tokens in sight, None = all.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        softmax_scale: float,
-        causal: bool = False,
-        spec: AttentionSpec | None = None,
-        variant: str | None = None,
-        window: tuple[int, int] | None = None,
-        value_head_size: int | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_size = head_size
-        self.softmax_scale = softmax_scale
-        self.causal = causal
-        self.spec = spec
-        self.variant = variant
-        self.window = window
-        self.value_head_size = head_size if value_head_size is None else value_head_size
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionMetadataBuilder",
+    "LayerGeometry",
+    "foreign_metadata",
+    "metadata_of_another",
+]
 
 
-class AttentionMetadataBuilder(_LayerGeometry, ABC):
+class AttentionMetadataBuilder(LayerGeometry, ABC):
     """Turns a record into the backend's own metadata M, a frozen dataclass, once per step per group.
 
     The only place that makes masks, cu_seqlens, permutations, counts, plans and step gates; it runs outside compiled
@@ -93,7 +70,7 @@ class AttentionMetadataBuilder(_LayerGeometry, ABC):
         """
 
 
-class AttentionImpl(_LayerGeometry, ABC):
+class AttentionImpl(LayerGeometry, ABC):
     """One layer's kernel. Imports its optional package in the constructor and reads no config, platform or context.
 
     Raises:
@@ -144,22 +121,6 @@ class AttentionImpl(_LayerGeometry, ABC):
         )
 
 
-def foreign_metadata(impl: AttentionImpl, metadata: object, expected: type) -> MetadataError:
-    """The error for an M that this impl's builder did not make; records are prepared by the Attention layer."""
-    return MetadataError(
-        f"{impl.backend or type(impl).__name__} needs the {expected.__name__} that its builder makes, found "
-        f"{type(metadata).__name__}: hand records to the Attention layer, which prepares them for its backend"
-    )
-
-
-def metadata_of_another(label: str, metadata: Any) -> MetadataError:
-    """The error for an M that the same builder class made for another kernel, whose limits it was held against."""
-    return MetadataError(
-        f"{label} needs the {type(metadata).__name__} that its own builder makes, found one made_for "
-        f"{metadata.made_for}, whose kernel has other limits: hand records to the Attention layer"
-    )
-
-
 class AttentionBackend:
     """Static facts and the two classes that do the work. A class to ask, never an object."""
 
@@ -177,7 +138,9 @@ class AttentionBackend:
         if not lacking and cls.facts.stateless:
             needed += ["get_impl_cls", "get_builder_cls"]
         if not lacking and cls.facts.paged:
-            needed += ["get_paged_impl_cls", "get_paged_builder_cls", "get_kv_cache_shape"]
+            needed += ["get_paged_impl_cls", "get_paged_builder_cls"]
+        if not lacking and cls.facts.mla:
+            needed += ["get_mla_impl_cls", "get_mla_builder_cls"]
         lacking += [f"{name}()" for name in needed if getattr(cls, name) is getattr(AttentionBackend, name)]
         if lacking:
             raise TypeError(f"backend class {cls.__name__} is incomplete: it lacks {', '.join(lacking)}")
@@ -198,24 +161,58 @@ class AttentionBackend:
         raise TypeError("this backend has no stateless builder: its facts say stateless=False")
 
     @staticmethod
-    def get_paged_impl_cls() -> type[Any]:
-        """The class of one layer's kernel over a paged KV cache."""
-        raise TypeError("this backend has no paged impl: its facts say paged=False")
+    def get_paged_impl_cls() -> type[PagedAttentionImpl]:
+        """The class of one layer's kernels over a paged KV cache."""
+        raise TypeError("this backend has no paged impl: its facts say paged=None")
 
     @staticmethod
-    def get_paged_builder_cls() -> type[Any]:
+    def get_paged_builder_cls() -> type[PagedMetadataBuilder]:
         """The class that prepares a step over a paged KV cache."""
-        raise TypeError("this backend has no paged builder: its facts say paged=False")
+        raise TypeError("this backend has no paged builder: its facts say paged=None")
 
     @staticmethod
-    def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        """Shape of the paged KV cache."""
-        raise TypeError("this backend has no KV cache: its facts say paged=False")
+    def get_mla_impl_cls() -> type[MLAImpl]:
+        """The class of one layer's kernels over a paged cache of latents."""
+        raise TypeError("this backend has no MLA impl: its facts say mla=None")
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int]:
-        """Page sizes that the kernel takes."""
-        raise TypeError("this backend has no KV cache: its facts say paged=False")
+    def get_mla_builder_cls() -> type[MLAMetadataBuilder]:
+        """The class that prepares a step over a paged cache of latents."""
+        raise TypeError("this backend has no MLA builder: its facts say mla=None")
+
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
+        """Logical shape of one layer's pages: [N, 2, P, G, D], keys before values; of MLA [N, P, D].
+
+        Raises:
+            ValueError: key and value differ in size, which one tensor of this shape cannot hold.
+        """
+        cls._side(spec.kind)
+        return kv_cache_shape(num_blocks, spec)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, variant: str | None = None, kind: str = "full") -> BlockSizes:
+        """Page sizes that a variant's kernel takes."""
+        return cls.get_cache_facts(variant, kind).block_sizes
+
+    @classmethod
+    def get_cache_facts(cls, variant: str | None = None, kind: str = "full") -> CacheFacts:
+        """What a variant's kernel takes of a paged cache; kind: of the cache's spec."""
+        side = cls._side(kind)
+        kernels: tuple[KernelFacts, ...] = (side,)
+        if side.variants:
+            kernels = tuple(v.facts for v in side.variants if variant in (None, v.name))
+        if not kernels or kernels[0].cache is None:
+            raise TypeError(f"{cls.get_name()} has no kernel over a paged KV cache by the name {variant!r}")
+        return kernels[0].cache
+
+    @classmethod
+    def _side(cls, kind: str) -> BackendFacts:
+        name = "mla" if kind == "mla" else "paged"
+        side: BackendFacts | None = getattr(cls.facts, name)
+        if side is None:
+            raise TypeError(f"this backend has no KV cache of kind {kind}: its facts say {name}=None")
+        return side
 
     @classmethod
     def validate_configuration(

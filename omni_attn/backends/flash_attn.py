@@ -24,6 +24,8 @@ from omni_attn.backends.abstract import (
 )
 from omni_attn.backends.flash_kernels import FlashKernel, first, import_flash_kernel, keep_kernel
 from omni_attn.backends.flash_packages import FLASH_FACTS, FLASH_VARIANTS
+from omni_attn.backends.flash_paged import FlashPagedBuilder, FlashPagedImpl
+from omni_attn.backends.flash_paged_packages import FLASH_PAGED_FACTS
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, Packed, check_token_count, read_record
 from omni_attn.errors import MetadataError
@@ -208,6 +210,7 @@ class FlashAttentionBackend(AttentionBackend):
         summary="FlashAttention 2, 3 and 4 from their own packages",
         variants=FLASH_VARIANTS,
         error="2.3e-3",
+        paged=FLASH_PAGED_FACTS,
     )
 
     @staticmethod
@@ -224,3 +227,13 @@ class FlashAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[FlashMetadataBuilder]:
         """FlashMetadataBuilder."""
         return FlashMetadataBuilder
+
+    @staticmethod
+    def get_paged_impl_cls() -> type[FlashPagedImpl]:
+        """FlashPagedImpl."""
+        return FlashPagedImpl
+
+    @staticmethod
+    def get_paged_builder_cls() -> type[FlashPagedBuilder]:
+        """FlashPagedBuilder."""
+        return FlashPagedBuilder

@@ -24,6 +24,8 @@ from omni_attn.backends.flashinfer_kernels import (
 )
 from omni_attn.backends.flashinfer_masks import attend_masked
 from omni_attn.backends.flashinfer_ops import masked_op, ragged_op, ragged_with_lse_op
+from omni_attn.backends.flashinfer_paged import FlashInferPagedBuilder, FlashInferPagedImpl
+from omni_attn.backends.flashinfer_paged_kernels import FLASHINFER_PAGED_FACTS
 from omni_attn.backends.flashinfer_plans import Plan, find_plan, is_capturing, keep_captured
 from omni_attn.backends.flashinfer_quant import quant_reasons, wants_fp8, with_fp8_variant
 from omni_attn.backends.flashinfer_shapes import RaggedShape, check_views
@@ -170,6 +172,7 @@ class FlashInferBackend(AttentionBackend):
         variants=FLASHINFER_VARIANTS,
         option_fields=frozenset({"quant"}),
         error="2.3e-3",
+        paged=FLASHINFER_PAGED_FACTS,
     )
 
     @staticmethod
@@ -187,11 +190,28 @@ class FlashInferBackend(AttentionBackend):
         """FlashInferMetadataBuilder."""
         return FlashInferMetadataBuilder
 
+    @staticmethod
+    def get_paged_impl_cls() -> type[FlashInferPagedImpl]:
+        """FlashInferPagedImpl."""
+        return FlashInferPagedImpl
+
+    @staticmethod
+    def get_paged_builder_cls() -> type[FlashInferPagedBuilder]:
+        """FlashInferPagedBuilder."""
+        return FlashInferPagedBuilder
+
     @classmethod
     def validate_configuration(
         cls, request: AttentionRequest, device: DeviceInfo, spec: AttentionSpec | None
     ) -> list[str]:
         """See AttentionBackend.validate_configuration; also judges the quant block."""
+        if request.kv_cache is not None:
+            reasons = super().validate_configuration(request, device, spec)
+            if spec is not None and spec.quant is not None:
+                reasons.append(
+                    "needs no quant block over a paged KV cache, found one: its kernels read the cache as it is"
+                )
+            return reasons
         reasons = super().validate_configuration(request, device, with_fp8_variant(spec))
         return [*reasons, *quant_reasons(request, device, spec)]
 
@@ -200,4 +220,6 @@ class FlashInferBackend(AttentionBackend):
         cls, request: AttentionRequest, device: DeviceInfo, spec: AttentionSpec | None
     ) -> str | None:
         """See AttentionBackend.select_variant; quantised values have a variant of their own."""
+        if request.kv_cache is not None:
+            return super().select_variant(request, device, spec)
         return super().select_variant(request, device, with_fp8_variant(spec))

@@ -205,7 +205,7 @@ def _planned_run(
             return_lse=False,
             backend="cute-dsl",
         )
-    wrapper = kernel.ragged(_workspace(device), "NHD", backend=kernel.variant)
+    wrapper = kernel.ragged(shared_workspace(device), "NHD", backend=kernel.variant)
     wrapper.plan(
         boundaries_q,
         boundaries_k,
@@ -221,7 +221,8 @@ def _planned_run(
     return run
 
 
-def _workspace(device: torch.device) -> torch.Tensor:
+def shared_workspace(device: torch.device) -> torch.Tensor:
+    """The float workspace of all plans of a device."""
     if device not in _workspaces:
         _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return _workspaces[device]

@@ -47,6 +47,7 @@ class DiffusionAttentionBackendEnum(Enum, metaclass=_ByName):
     FASTVIDEO_VSA = "omni_attn.backends.fastvideo_vsa.FastVideoVSABackend"
     RAINFUSION_ATTN = "omni_attn.backends.rainfusion_attn.RainFusionBackend"
     BLOCK_SUMMARY_ATTN = "omni_attn.backends.block_summary_attn.BlockSummaryBackend"
+    TRITON_ATTN = "omni_attn.backends.triton_attn.TritonAttentionBackend"
 
 
 _registered: dict[str, str] = {}

@@ -12,9 +12,11 @@ def backends(as_json: AsJson = False) -> None:
     from omni_attn.cli.console import print_json, print_line, print_table
     from omni_attn.overview import (
         FEATURE_COLUMNS,
+        PAGED_COLUMNS,
         PLACE_COLUMNS,
         backend_rows,
         backends_as_data,
+        paged_rows,
         registered_facts,
     )
 
@@ -27,3 +29,5 @@ def backends(as_json: AsJson = False) -> None:
     print_table(PLACE_COLUMNS, [[row.place_cells() for row in rows]], details=PLACE_COLUMNS[2:])
     print_line("What it can do", style="bold")
     print_table(FEATURE_COLUMNS, [[row.feature_cells() for row in rows]], details=FEATURE_DETAILS)
+    print_line("Over a paged KV cache", style="bold")
+    print_table(PAGED_COLUMNS, [[row.paged_cells() for row in paged_rows(facts)]], details=PAGED_COLUMNS[2:])

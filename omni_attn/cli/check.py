@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_attn.config import AttentionConfig, PipelineConfig
+    from omni_attn.explanation import PipelineExplanation
     from omni_attn.platforms import OmniPlatform
 
     PlatformOf = Callable[[PipelineConfig], OmniPlatform | None]
@@ -23,7 +24,9 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Pipeline f
 Model = Annotated[
     bool,
     typer.Option(
-        "--model", help="Also build each model without weights: unknown roles and refused choices are errors."
+        "--model",
+        help="Also build each model without weights: unknown roles, refused choices and what the model cannot be "
+        "asked for are errors.",
     ),
 ]
 
@@ -79,7 +82,19 @@ def file_problems(file: Path, overrides: list[str], platform_of: PlatformOf, mod
     for note in explanation.notes:
         warn(f"{file}: {note}")
     unmatched = [document.problem(path, text) for path, text in explanation.unmatched.items()]
-    return [*unmatched, *(f"{file}: {refusal}" for refusal in explanation.refusals)]
+    refused = [*explanation.refusals, *run_problems(config, explanation)]
+    return [*unmatched, *(f"{file}: {refusal}" for refusal in refused)]
+
+
+def run_problems(config: PipelineConfig, explanation: PipelineExplanation) -> list[str]:
+    """What `run` would refuse beside the choices of backends, before there are weights."""
+    from omni_attn.explain import check_run
+
+    try:
+        check_run(config, explanation)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def unregistered_backends(config: AttentionConfig) -> dict[str, str]:

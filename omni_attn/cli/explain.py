@@ -36,6 +36,9 @@ def explain(
             f"{config.pipeline} {config.model} on {device_line(explanation, assumed=assume is not None)}"
         )
         print_table(COLUMNS, map(verdict_rows, explanation.roles), details=("reason",))
+        for role in explanation.roles:
+            if role.cache_line is not None:
+                print_line(role.cache_line)
     for path, text in explanation.unmatched.items():
         warn(f"{path}: {text}")
     for note in explanation.notes:

@@ -16,11 +16,14 @@ from omni_attn.config.generation import (
     GenerationConfig,
     MiniMaxH3GenerationConfig,
     WanGenerationConfig,
+    WanRequest,
 )
+from omni_attn.config.kv_cache import KVCacheConfig
 from omni_attn.config.loading import load_config, load_pipeline
 from omni_attn.config.pipeline import PipelineConfig
 from omni_attn.config.spec import AttentionSpec
 from omni_attn.config.tuned import TunedFor
+from omni_attn.config.wan_causal import WanCausalGenerationConfig
 
 __all__ = [
     "AiterQuantSpec",
@@ -29,12 +32,15 @@ __all__ = [
     "BlockSparseSpec",
     "FastVideoVSASpec",
     "GenerationConfig",
+    "KVCacheConfig",
     "MiniMaxH3GenerationConfig",
     "PipelineConfig",
     "QuantSpec",
     "SkipSoftmaxSpec",
     "TunedFor",
+    "WanCausalGenerationConfig",
     "WanGenerationConfig",
+    "WanRequest",
     "load_config",
     "load_pipeline",
 ]

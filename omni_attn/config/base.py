@@ -99,6 +99,11 @@ PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 Fraction = Annotated[
     float, Field(strict=True, json_schema_extra={"minimum": 0, "maximum": 1}), AfterValidator(_finite(0, 1))
 ]
+Timestep = Annotated[
+    float,
+    Field(strict=True, json_schema_extra={"minimum": 0, "maximum": 1000}),
+    AfterValidator(_finite(0, 1000)),
+]
 NonNegative = Annotated[
     float, Field(strict=True, json_schema_extra={"minimum": 0}), AfterValidator(_finite(0, math.inf))
 ]

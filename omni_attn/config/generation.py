@@ -8,7 +8,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from omni_attn.config.base import ConfigModel, Count, NonNegative, PathText, PositiveInt, Text, unknown_key
+from omni_attn.config.base import (
+    ConfigModel,
+    Count,
+    NonNegative,
+    PathText,
+    PositiveInt,
+    Text,
+    unknown_key,
+)
 
 
 def _sizes(step: int, offset: int, rule: str) -> Callable[[int], int]:
@@ -62,6 +70,9 @@ class GenerationConfig(ConfigModel):
     #: Whether checkpoints of this family come as adapters too.
     takes_adapter: ClassVar[bool] = False
 
+    #: Whether models of this family keep keys and values of earlier tokens in pages.
+    keeps_kv_cache: ClassVar[bool] = False
+
     @classmethod
     def unknown_key_text(cls, key: str) -> str:
         """The message for a key that is no field; one of another family says why it is none here."""
@@ -75,8 +86,17 @@ class GenerationConfig(ConfigModel):
         return value
 
 
-class WanGenerationConfig(GenerationConfig):
-    """Size, length and guidance of the video, and what it is made from."""
+_CHUNKS = (
+    "Videos of this family are made whole, not chunk by chunk. Leave it out, or choose pipeline: wan_causal"
+)
+_NO_CHUNKS = dict.fromkeys(
+    ("chunk_frames", "window_frames", "sink_frames", "timesteps", "context_timestep"), _CHUNKS
+)
+ONE_LENGTH = "Wan pads every prompt to the same number of rows. Leave it out"
+
+
+class WanRequest(GenerationConfig):
+    """What every Wan pipeline is asked."""
 
     height: Side = 480
     """Height in pixels, a multiple of 16."""
@@ -88,10 +108,15 @@ class WanGenerationConfig(GenerationConfig):
     """Denoising steps."""
     guidance_scale: NonNegative = 5.0
     """Strength of classifier-free guidance; up to 1 means none."""
-    guidance_scale_2: NonNegative | None = None
-    """The same for the second expert of a two-expert model; null uses `guidance_scale`."""
     negative_prompt: Text | None = None
     """What it should not show."""
+
+
+class WanGenerationConfig(WanRequest):
+    """Size, length and guidance of the video, and what it is made from."""
+
+    guidance_scale_2: NonNegative | None = None
+    """The same for the second expert of a two-expert model; null uses `guidance_scale`."""
     image: PathText | None = None
     """For image-conditioned models: a picture, a `.safetensors` file of condition latents, or `seeded`."""
 
@@ -99,7 +124,8 @@ class WanGenerationConfig(GenerationConfig):
         {
             "last_image": "Wan reads one condition: a first-last-frame model takes the latents of both pictures from "
             "the file that `image` names. Leave it out, or choose pipeline: minimax_h3",
-            "text_tokens": "Wan pads every prompt to the same number of rows. Leave it out",
+            "text_tokens": ONE_LENGTH,
+            **_NO_CHUNKS,
         }
     )
 
@@ -132,6 +158,7 @@ class MiniMaxH3GenerationConfig(GenerationConfig):
             "guidance_scale": f"{_DISTILLED} Leave it out",
             "guidance_scale_2": f"{_DISTILLED} Leave it out",
             "negative_prompt": f"{_DISTILLED} Leave it out, and say in `prompt` what the video shows",
+            **_NO_CHUNKS,
         }
     )
 
@@ -142,12 +169,3 @@ class MiniMaxH3GenerationConfig(GenerationConfig):
         if given is not None and value != cls.model_fields["text_tokens"].default:
             raise ValueError(f"{given} is given, and has rows of its own. Leave text_tokens out")
         return value
-
-
-#: In the order of FAMILIES.
-Generation = WanGenerationConfig | MiniMaxH3GenerationConfig
-
-FAMILIES: Mapping[str, type[Generation]] = MappingProxyType(
-    {"wan": WanGenerationConfig, "minimax_h3": MiniMaxH3GenerationConfig}
-)
-"""What each name that `pipeline` may have is asked to generate."""

@@ -20,7 +20,8 @@ from pydantic_core import PydanticCustomError
 
 from omni_attn.config.attention import AttentionConfig
 from omni_attn.config.base import ConfigModel, PathText, Text
-from omni_attn.config.generation import FAMILIES, Generation
+from omni_attn.config.families import FAMILIES, Generation
+from omni_attn.config.kv_cache import CUDAGraphModeName, KVCacheConfig
 from omni_attn.config.names import nearest
 from omni_attn.config.spec import NameShorthand
 from omni_attn.config.tuned import TunedFor
@@ -52,6 +53,7 @@ def _generation_by_family(schema: dict[str, Any]) -> None:
                 "properties": {
                     "generation": section,
                     **({} if kind.takes_adapter else {"adapter": {"type": "null"}}),
+                    **_cache_by_family(kind),
                 }
             },
         }
@@ -59,6 +61,13 @@ def _generation_by_family(schema: dict[str, Any]) -> None:
             FAMILIES.items(), generation["anyOf"], strict=True
         )  # in the same order
     ]
+
+
+def _cache_by_family(kind: type[Generation]) -> dict[str, Any]:
+    if kind.keeps_kv_cache:
+        return {}
+    unset = {key: {"const": value} for key, value in KVCacheConfig().model_dump().items()}
+    return {"kv_cache": {"properties": unset}, "cudagraph_mode": {"const": "NONE"}}
 
 
 class _Guessed(NamedTuple):
@@ -91,6 +100,10 @@ class PipelineConfig(ConfigModel):
     """Device to run on, such as `cuda:1` or `cpu`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    kv_cache: Annotated[KVCacheConfig, BeforeValidator(_empty_section)] = KVCacheConfig()
+    """How keys and values of earlier tokens are kept, by models that keep them."""
+    cudagraph_mode: CUDAGraphModeName = "NONE"
+    """What of a step over the KV cache is captured as a CUDA graph and replayed."""
     output: PathText = "omni_attn_output"
     """Folder for what is written."""
     tuned_for: TunedFor | None = None
@@ -114,6 +127,18 @@ class PipelineConfig(ConfigModel):
             able = ", ".join(name for name, kind in FAMILIES.items() if kind.takes_adapter)
             raise ValueError(f"pipeline {family} fuses none. Leave it out; those that do: {able}")
         return value
+
+    @field_validator("kv_cache", "cudagraph_mode")
+    @classmethod
+    def _cache_of_a_family_that_has_one(cls, value: Any, info: ValidationInfo) -> Any:
+        family = info.data.get("pipeline")
+        if value in (KVCacheConfig(), "NONE") or family is None or FAMILIES[family].keeps_kv_cache:
+            return value
+        able = ", ".join(name for name, kind in FAMILIES.items() if kind.keeps_kv_cache)
+        raise ValueError(
+            f"models of pipeline {family} keep no KV cache. Leave it out"
+            + (f"; those that keep one: {able}" if able else "")
+        )
 
     @field_validator("generation", mode="wrap")
     @classmethod

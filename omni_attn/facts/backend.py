@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from omni_attn.facts.kv_cache import CacheFacts, KVCacheSpec
 from omni_attn.facts.packages import PackageRequirement
 
 FLOAT16 = "float16"
@@ -111,6 +112,7 @@ class KernelFacts:
         compile_mode: "traceable" (torch ops only), "custom_op" (wrapped, with a fake) or "eager_only".
         cudagraph: calls can be captured in a CUDA graph.
         sequence_parallel: modes it serves on each rank.
+        cache: what it takes of a paged KV cache; None = it reads none.
         tested_on: hardware that its conformance ran on; empty = untested on hardware.
     """
 
@@ -152,6 +154,7 @@ class KernelFacts:
     compile_mode: Literal["traceable", "custom_op", "eager_only"] = "eager_only"
     cudagraph: bool = False
     sequence_parallel: frozenset[str] = frozenset()
+    cache: CacheFacts | None = None
     tested_on: tuple[str, ...] = ()
 
 
@@ -182,7 +185,9 @@ class BackendFacts(KernelFacts):
         layer_inputs: names of per-layer tensors that its impl reads (`gate_compress`).
         numerics: "exact", "quantised" or "approximate"; only exact backends may be defaults.
         error: documented relative error against float64 in bfloat16, for instance "2.3e-3".
-        stateless, paged: serves plain layers / layers with a paged KV cache.
+        stateless: serves plain layers; paged: facts of its kernels over a paged cache of keys and values, None = it has
+            none; mla: the same over one of MLA's latents, where head_size counts latent and rope channels, and
+            value_head_size the latent ones.
         selects_blocks: attends to blocks of keys that each call chooses, and its impl says which (select_blocks).
     """
 
@@ -193,7 +198,8 @@ class BackendFacts(KernelFacts):
     numerics: Literal["exact", "quantised", "approximate"] = "exact"
     error: str | None = None
     stateless: bool = True
-    paged: bool = False
+    paged: BackendFacts | None = None
+    mla: BackendFacts | None = None
     selects_blocks: bool = False
 
     @classmethod
@@ -201,8 +207,14 @@ class BackendFacts(KernelFacts):
         """A backend with the limits of one kernel, or with those that its variants share."""
         return cls(**{f.name: getattr(kernel, f.name) for f in fields(KernelFacts)}, **rest)
 
+    def side(self, cache: KVCacheSpec | None) -> BackendFacts | None:
+        """The facts that judge layers over such a cache, or without one; None = it has no kernel for them."""
+        if cache is None:
+            return self if self.stateless else None
+        return self.mla if cache.kind == "mla" else self.paged
+
     def __post_init__(self) -> None:
-        if not (self.stateless or self.paged):
+        if not self.stateless and self.paged is None and self.mla is None:
             raise ValueError("a backend serves stateless or paged attention, or both")
         names = [variant.name for variant in self.variants]
         if len(set(names)) != len(names):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from omni_attn.facts.device import FAMILIES_WITH_CAPABILITY, cudnn_text
+from omni_attn.facts.kv_cache import cache_reasons
 from omni_attn.facts.lengths import length_reasons
 from omni_attn.facts.packages import package_reasons
 
@@ -32,6 +33,11 @@ def evaluate(facts: KernelFacts, request: AttentionRequest, device: DeviceInfo) 
         *(package_reasons(facts.packages, request, device, missing=not hardware) if right_kind else ()),
         *_geometry_reasons(facts, request, device),
         *_feature_reasons(facts, request),
+        *(
+            cache_reasons(facts.cache, request.kv_cache, request.dtype, causal=request.causal)
+            if facts.cache and request.kv_cache
+            else ()
+        ),
     )
 
 
@@ -54,10 +60,10 @@ def choose_variant(
     Returns:
         (variant, ()) where one serves it, (None, ()) for a backend without variants, (None, reasons) otherwise.
     """
-    if request.kv_cache is not None and not facts.paged:
-        return None, ("needs a paged KV cache, found support for stateless attention only",)
-    if request.kv_cache is None and not facts.stateless:
-        return None, ("needs stateless attention, found support for a paged KV cache only",)
+    side = facts.side(request.kv_cache)
+    if side is None:
+        return None, (_no_side(facts, request),)
+    facts = side
     if not facts.variants:
         if pinned is not None:
             return None, (f"needs no variant, found variant={pinned!r} on a backend that has none",)
@@ -67,6 +73,19 @@ def choose_variant(
     if not variants:
         return None, (f"needs a variant of {', '.join(v.name for v in facts.variants)}, found {pinned!r}",)
     return _choose(tuple(variants), request, device, by_default, more_reasons)
+
+
+def _no_side(facts: BackendFacts, request: AttentionRequest) -> str:
+    if request.kv_cache is None:
+        return "needs stateless attention, found support for a paged KV cache only"
+    latents, other = "a paged cache of MLA's latents", "a paged KV cache"
+    mla = request.kv_cache.kind == "mla"
+    sides = {
+        "stateless attention": facts.stateless,
+        f"{other} of keys and values" if mla else latents: facts.paged if mla else facts.mla,
+    }
+    able = " and ".join(name for name, served in sides.items() if served)
+    return f"needs {latents if mla else other}, found support for {able} only"
 
 
 def _choose(
@@ -160,7 +179,9 @@ def _geometry_reasons(facts: KernelFacts, request: AttentionRequest, device: Dev
     allowed = _head_sizes(facts, device)
     if known_head and request.head_size not in allowed:
         here = "" if allowed is facts.head_sizes else f" on {device.name}"
-        yield f"needs head_size {allowed}{here}, found head_size={request.head_size}"
+        mla = request.kv_cache is not None and request.kv_cache.kind == "mla"
+        why = ", which is not supported by MLA there" if mla else ""
+        yield f"needs head_size {allowed}{here}, found head_size={request.head_size}{why}"
     value_head = request.value_head_size
     if known_head and value_head is not None and value_head != request.head_size:
         if not facts.value_head_size:

@@ -98,13 +98,14 @@ class PackageRequirement:
         )
 
     def lacks_head_size(self, head_size: int) -> bool:
-        """True where the build that is installed here has no kernel for a head size."""
+        """True where the build that is installed here has no kernel for a head size, or none of the kind at all."""
         on = read_build_flags(self.config_module) if self.config_module else None
         on = self.known_flags if on is None else on
         return any(
-            flag.name in on and flag.head_sizes[0] < head_size <= flag.head_sizes[1]
+            flag.always is not None
+            or (flag.head_sizes is not None and flag.head_sizes[0] < head_size <= flag.head_sizes[1])
             for flag in self.flags
-            if flag.head_sizes is not None
+            if flag.name in on
         )
 
     def reasons(self, request: AttentionRequest, device: DeviceInfo) -> tuple[str, ...] | None:

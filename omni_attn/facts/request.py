@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
+
+from omni_attn.facts.kv_cache import KVCacheSpec, SlidingWindowSpec
 
 MaskUsage = Literal["never", "padding", "arbitrary"]
 SequenceParallel = Literal["ulysses", "ring", "ulysses_ring", "allgather_kv"]
@@ -59,7 +60,7 @@ class AttentionRequest:
     max_seqlen_k: int | None = None
     video_grid: bool = False
     sequence_parallel: SequenceParallel | None = None
-    kv_cache: Hashable | None = None
+    kv_cache: KVCacheSpec | None = None
     requires_grad: bool = False
     compile: bool = False
     window: tuple[int, int] | None = None
@@ -104,6 +105,26 @@ class AttentionRequest:
                     f"window={self.window!r}: needs (left, right) token counts, -1 for unlimited"
                 )
             object.__setattr__(self, "window", sides)
+
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        cache = self.kv_cache
+        if cache is None:
+            return
+        if not isinstance(cache, KVCacheSpec):
+            raise ValueError(f"kv_cache={cache!r}: needs a KVCacheSpec, or None for stateless attention")
+        heads, kept = (self.num_kv_heads, self.head_size), (cache.num_kv_heads, cache.head_size)
+        if cache.kind != "mla" and None not in heads and -1 not in heads and heads != kept:
+            raise ValueError(
+                f"kv_cache keeps {kept[0]} heads of {kept[1]}, and the layer has {heads[0]} key-value heads of "
+                f"{heads[1]}: state both alike"
+            )
+        if isinstance(cache, SlidingWindowSpec) and self.window and self.window[0] >= cache.window:
+            raise ValueError(
+                f"window={self.window}: a query sees {self.window[0] + 1} tokens with itself, and kv_cache keeps "
+                f"window={cache.window} of them: state window={(cache.window - 1, self.window[1])}, or keep more"
+            )
 
     def _check_counts(self) -> None:
         counts = {"num_heads": 1, "num_kv_heads": 1, "max_seqlen_q": 0, "max_seqlen_k": 0}

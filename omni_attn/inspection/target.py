@@ -10,6 +10,7 @@ from omni_attn.backends.registry import registered_names
 from omni_attn.config import AttentionSpec, PipelineConfig
 from omni_attn.config.names import nearest
 from omni_attn.errors import ConfigError
+from omni_attn.kv_cache import paged_layers
 from omni_attn.layer import Attention
 from omni_attn.models import get_family
 from omni_attn.models.runtime import resolve_device, resolve_dtype
@@ -51,6 +52,11 @@ def layers_of(model: nn.Module, target: Target) -> dict[str, Attention]:
         of_role = [(name, layer) for name, layer in layers if layer.role == target.role]
         fewest = len(of_role) if fewest is None else min(fewest, len(of_role))
         found |= {f"{component}.{name}": layer for name, layer in of_role[target.layer : target.layer + 1]}
+    if target.role in {layer.selection.request.role for layer in paged_layers(model) if layer.selection}:
+        raise ConfigError(
+            f"--role {target.role!r}: its layers attend over the pages of a KV cache, where every query sees every "
+            "key, so there is no map to look at. Choose a model that keeps none."
+        )
     if target.role not in roles:
         guess = nearest(target.role, roles)
         hint = f" Did you mean {guess!r}?" if guess else ""

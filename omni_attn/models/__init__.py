@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # it imports torch, which a model's configuration does not ne
 
 _FAMILIES = {
     "wan": "omni_attn.models.wan.family",
+    "wan_causal": "omni_attn.models.wan.causal.family",
     "minimax_h3": "omni_attn.models.minimax_h3.family",
 }
 

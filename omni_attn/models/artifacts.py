@@ -6,7 +6,8 @@ Frames are uint8 tensors [N, H, W, 3] on the CPU (N frames, H rows, W columns).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -44,13 +45,22 @@ def create_output_folder(path: str) -> Path:
     return folder
 
 
+def replace_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Lets `write` make a file beside this one and then puts it there: who watches the folder never sees half of it."""
+    unfinished = path.with_name(f".unfinished_{path.name}")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
 def save_latents(path: Path, latents: torch.Tensor, metadata: Mapping[str, str]) -> Path:
     """Write `latents`, float32, under the key "latents" of a safetensors file with these header entries."""
     safetensors = import_extra("safetensors.torch", f"Writing {path}")
-    safetensors.save_file(
-        {"latents": latents.detach().float().cpu().contiguous()}, path, metadata=dict(metadata)
-    )
-    return path
+    tensors = {"latents": latents.detach().float().cpu().contiguous()}
+    return replace_whole(path, lambda place: safetensors.save_file(tensors, place, metadata=dict(metadata)))
 
 
 def latents_to_frames(latents: torch.Tensor) -> torch.Tensor:
@@ -96,12 +106,11 @@ def video_to_frames(video: torch.Tensor) -> torch.Tensor:
     return scaled.round().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
 
 
-def save_frames(folder: Path, frames: torch.Tensor) -> tuple[Path, ...]:
-    """Write frame_0000.png, frame_0001.png, ... into the folder."""
+def save_frames(folder: Path, frames: torch.Tensor, *, first: int = 0) -> tuple[Path, ...]:
+    """Write frame_0000.png, frame_0001.png, ... into the folder; `first` is the number of the first one."""
     paths = []
-    for index, frame in enumerate(frames):
-        paths.append(folder / f"frame_{index:04d}.png")
-        _to_picture(frame).save(paths[-1])
+    for index, frame in enumerate(frames, first):
+        paths.append(replace_whole(folder / f"frame_{index:04d}.png", _to_picture(frame).save))
     return tuple(paths)
 
 
@@ -143,8 +152,7 @@ def save_contact_sheet(
         draw.text((left + 1, upper + cell[1] + 2), f"{unit} {index}", font=font, fill=FAINT)
     for number, line in enumerate(caption):
         draw.text((_MARGIN, top + grid_height + number * (_CAPTION + 3)), line, font=font, fill=FAINT)
-    sheet.save(path)
-    return path
+    return replace_whole(path, sheet.save)
 
 
 def _evenly_spaced(count: int, limit: int) -> list[int]:

@@ -6,15 +6,31 @@ Commands know nothing else of a model: they find its attention layers by their r
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from omni_attn.config import GenerationConfig, PipelineConfig
+from omni_attn.facts import CacheFacts
 from omni_attn.models.runtime import Progress, RunResult, no_progress
 
 Request = TypeVar("Request", bound=GenerationConfig)
+
+
+class CachedChoice(NamedTuple):
+    """What was chosen for layers over a KV cache.
+
+    Attributes:
+        label: backend and variant.
+        block_size: tokens of a page, as the layers state it.
+        takes: what the kernel takes of a cache.
+    """
+
+    label: str
+    block_size: int
+    takes: CacheFacts
 
 
 class PreparedRun(Protocol):
@@ -68,6 +84,19 @@ class ModelFamily(Protocol):
 
         Raises:
             ConfigError: the model is unknown, or cannot be sampled as asked.
+        """
+
+    def check_run(self, config: PipelineConfig, choices: Sequence[CachedChoice], dtype: str) -> None:
+        """Nothing if the model can use all that was asked for, on the backends that were chosen for it.
+
+        `prepare` refuses the same, of its own choices; here the device may be an assumed one.
+
+        Args:
+            choices: of every role that keeps a cache; empty = none does, or some role was refused.
+            dtype: of the run.
+
+        Raises:
+            ConfigError: it cannot.
         """
 
     def prepare(self, config: PipelineConfig, *, progress: Progress = no_progress) -> PreparedRun:

@@ -12,6 +12,9 @@ from omni_attn.config import PipelineConfig
 from omni_attn.models.artifacts import latents_to_frames, save_contact_sheet, save_frames, video_to_frames
 from omni_attn.report import AttentionReport
 
+PRINCIPAL_COMPONENTS = "no VAE: latents seen through their first three principal components"
+"""Said below frames that were made from latents alone."""
+
 
 def result_header(config: PipelineConfig, report: AttentionReport, scheduler_name: str) -> dict[str, str]:
     """Header entries of a file of latents: model, seed, steps, scheduler, attention (JSON: what each role ran)."""
@@ -60,7 +63,7 @@ def write_pictures(
             *save_frames(folder, frames),
             save_contact_sheet(sheet, frames, title=title, caption=lines, unit="frame"),
         ]
-    lines.append("no VAE: latents seen through their first three principal components")
+    lines.append(PRINCIPAL_COMPONENTS)
     frames = latents_to_frames(latents)
     return [save_contact_sheet(sheet, frames, title=title, caption=lines, unit="latent frame")]
 

@@ -47,6 +47,12 @@ def shared_memory(device: torch.device) -> int:
     return getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block
 
 
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a GPU runs side by side on hardware of their own; without a GPU one."""
+    return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def fits_int32(*tensors: torch.Tensor, limit: int = INT32_MAX) -> bool:
     """Whether each offset inside the tensors, and inside a contiguous copy of them, fits 32 bits."""
     for tensor in tensors:

@@ -39,10 +39,13 @@ class OmniPlatform:
     Attributes:
         class_paths: class paths that replace the built-in one of a name on this family.
         bans: names never used on this family, with the reason.
+        mla_order: candidate names for layers over a cache of latents, best first.
     """
 
     class_paths: ClassVar[Mapping[str, str]] = {}
     bans: ClassVar[Mapping[str, str]] = {}
+    # Our kernels wherever there is Triton; torch's operators bring all latents together in float32.
+    mla_order: ClassVar[tuple[str, ...]] = ("TRITON_ATTN", "TORCH_SDPA")
 
     def __init__(self, device: DeviceInfo) -> None:
         self.device = device
@@ -93,9 +96,10 @@ class OmniPlatform:
                 self._judge(candidate.backend, candidate, request, index, broken)
                 for index, candidate in enumerate(candidates)
             )
-        if request.mask_usage is None:
+        if request.mask_usage is None and request.kv_cache is None:  # over a paged cache no mask can come
             request = replace(request, mask_usage="arbitrary")
-        order = enumerate(self.default_order(request))
+        latents = request.kv_cache is not None and request.kv_cache.kind == "mla"
+        order = enumerate(self.mla_order if latents else self.default_order(request))
         return tuple(self._judge(name, None, request, index, broken) for index, name in order)
 
     def get_diffusion_attn_backend_cls(self, spec: AttentionSpec | None, request: AttentionRequest) -> str:

@@ -13,6 +13,8 @@ from omni_attn.facts import AttentionRequest
 from omni_attn.platforms.interface import OmniPlatform
 
 _OWN_FLASH_FIRST = ("FLASH_ATTN", "TORCH_SDPA")
+# None of their FLASH_ATTN reads pages; our Triton kernels run on those families that Triton has a compiler for.
+_PAGED = ("TRITON_ATTN", "TORCH_SDPA")
 
 
 class CpuPlatform(OmniPlatform):
@@ -24,11 +26,11 @@ class MpsPlatform(OmniPlatform):
 
 
 class FlashPlatform(OmniPlatform):
-    """A family with a FLASH_ATTN of its own, tried before torch's attention."""
+    """A family with a FLASH_ATTN of its own, tried before torch's attention; over pages, our own kernels are."""
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         """See OmniPlatform.default_order."""
-        return _OWN_FLASH_FIRST
+        return _OWN_FLASH_FIRST if request.kv_cache is None else _PAGED
 
 
 class RocmPlatform(FlashPlatform):

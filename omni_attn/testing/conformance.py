@@ -316,12 +316,12 @@ class BackendConformance(BackendHarness):
         return None
 
 
-def conformance_tests(suite: BackendConformance) -> list[str]:
+def conformance_tests(suite: BackendHarness) -> list[str]:
     """Names of a suite's tests, in the order in which they run."""
     return sorted(name for name in dir(suite) if name.startswith("test_"))
 
 
-def run_conformance(suite: BackendConformance) -> Iterator[tuple[str, Exception | None]]:
+def run_conformance(suite: BackendHarness) -> Iterator[tuple[str, Exception | None]]:
     """Runs each test of a suite: (its name, None if it passed, else what it raised).
 
     A test with nothing to check on this backend raises unittest.SkipTest.

@@ -120,6 +120,8 @@ def _why_unmeasured(
     attention: AttentionConfig, request: AttentionRequest, platform: OmniPlatform
 ) -> str | None:
     """Why a role keeps what it has; None where it is measured."""
+    if request.kv_cache is not None:
+        return "it attends over pages, whose lengths and tables a seeded call does not have"
     if not (request.max_seqlen_q and request.max_seqlen_k):
         return "the model states no token counts for it"
     own, _ = attention.resolve(request.role, request.role_category)

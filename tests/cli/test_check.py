@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from omni_attn.backends.torch_sdpa import TorchSDPABackend
+from omni_attn.facts.kv_cache import AttentionCGSupport
 from tests.cli.conftest import EXAMPLES, Cli
 
 Write = Callable[..., Path]
@@ -117,3 +120,30 @@ def test_model_refuses_what_a_distilled_checkpoint_cannot_be_asked_for(cli: Cli)
         result = cli("check", "--model", file, "--set", override)
         assert result.exit_code == 2
         assert text in result.stderr and "fastwan-tiny" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (
+            "generation.num_frames=4097",
+            "1025 latent frames, and rope_max_seq_len is 1024. Ask for at most 4093.",
+        ),
+        (
+            "generation.prompt=a fox",
+            "generation.prompt: causal-wan-tiny is a preset, and presets have no text",
+        ),
+        ("kv_cache.layout=HND", "kv_cache.layout HND does not satisfy every backend"),
+        ("cudagraph_mode=FULL", "CUDAGraphMode.FULL is not supported with TORCH_SDPA"),
+    ],
+)
+def test_model_refuses_what_a_stream_cannot_be_run_with(
+    cli: Cli, override: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = TorchSDPABackend.get_cache_facts()
+    narrow = replace(facts, layouts=("NHD",), cudagraph=AttentionCGSupport.NEVER)
+    monkeypatch.setattr(TorchSDPABackend, "get_cache_facts", lambda *_: narrow)
+    file = EXAMPLES / "causal_wan_tiny.yaml"
+    result = cli("check", "--model", file, "--set", override)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{file}: ") and text in result.stderr, result.stderr

@@ -10,7 +10,7 @@ import pytest
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.config import PipelineConfig
 from omni_attn.diagnosis import diagnose
-from omni_attn.overview import backend_rows, built_in_facts, registered_facts
+from omni_attn.overview import PAGED_COLUMNS, backend_rows, built_in_facts, paged_rows, registered_facts
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import fake_device, fake_kernels
 from tests.cli.conftest import ROOT, Cli
@@ -20,11 +20,34 @@ from tools import docs
 BUILT_IN = [member.name for member in DiffusionAttentionBackendEnum]
 
 
+def test_every_kernel_over_pages_has_its_row() -> None:
+    rows = paged_rows(built_in_facts())
+    owners = {listed.name for listed in built_in_facts() if listed.facts.paged is not None}
+    assert {row.backend for row in rows} == owners >= {"TORCH_SDPA", "TRITON_ATTN"}
+    cells = {row.variant: dict(zip(PAGED_COLUMNS, row.paged_cells(), strict=True)) for row in rows}
+    assert cells["invariant"]["batch invariant"] == "yes" and cells["split"]["batch invariant"] == "no"
+    assert cells["split"]["page sizes"] == "any" and cells["split"]["cache dtypes"] == "the layer's, fp8_e4m3"
+
+
+def test_the_command_shows_kernels_over_pages(cli: Cli) -> None:
+    table = cli("backends").stdout.partition("Over a paged KV cache")[2]
+    assert "invariant" in table and "sliding window" in table and "SAGE_ATTN" not in table
+
+
+def test_a_backend_over_pages_alone_is_asked_about_a_paged_layer() -> None:
+    device = fake_device("sm_90", packages={"triton": "3.6.0"})
+    health = {found.backend: found for found in diagnose(current_omni_platform(device)).backends}
+    assert health["TRITON_ATTN"].variants == ("split", "invariant") and health["TRITON_ATTN"].usable
+    bare = diagnose(current_omni_platform(fake_device("sm_90", packages={}))).backends
+    reasons = next(found.reasons for found in bare if found.backend == "TRITON_ATTN")
+    assert "needs triton" in reasons[0] and "stateless" not in reasons[0]
+
+
 def test_matrix_has_a_row_per_variant(cli: Cli) -> None:
     table = cli("backends").stdout
     for name in BUILT_IN:
         assert name in table
-    assert sum("FLASH_ATTN" in line and "fa3" in line for line in table.splitlines()) == 2
+    assert sum("FLASH_ATTN" in line and "fa3" in line for line in table.splitlines()) == 3
 
 
 def test_matrix_as_json(cli: Cli) -> None:

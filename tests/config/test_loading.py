@@ -117,7 +117,7 @@ dtype: bf16
     assert pipeline_problems(cwd, text, overrides=["generation.sede=3", "nonsense"]) == [
         "--set nonsense: write KEY=VALUE, for example generation.seed=3",
         "--set generation.sede=3: generation.sede: unknown key. Did you mean 'seed'?",
-        "wan.yaml:1: pipeline: unknown pipeline 'wam'. Did you mean 'wan'? Known: wan, minimax_h3",
+        "wan.yaml:1: pipeline: unknown pipeline 'wam'. Did you mean 'wan'? Known: wan, wan_causal, minimax_h3",
         "wan.yaml:1: model: this key is required",
         "wan.yaml:2: modle: unknown key. Did you mean 'model'?",
         "wan.yaml:4: attention.default.skip_softmax: skip_softmax is only supported by the TRTLLM_ATTN backend, "

@@ -16,7 +16,7 @@ from omni_attn.config import (
     PipelineConfig,
     WanGenerationConfig,
 )
-from omni_attn.config.generation import FAMILIES, Generation
+from omni_attn.config.families import FAMILIES, Generation
 from omni_attn.config.loading import load_pipeline
 from omni_attn.errors import ConfigError
 
@@ -111,9 +111,9 @@ def test_a_prompt_and_embeddings_exclude_each_other(kind: type[GenerationConfig]
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("pipeline", "wam", "Did you mean 'wan'? Known: wan, minimax_h3"),
-        ("pipeline", "minimax-h3", "Did you mean 'minimax_h3'? Known: wan, minimax_h3"),
-        ("pipeline", "zzz", "unknown pipeline 'zzz'. Known: wan, minimax_h3"),
+        ("pipeline", "wam", "Did you mean 'wan'? Known: wan, wan_causal, minimax_h3"),
+        ("pipeline", "minimax-h3", "Did you mean 'minimax_h3'? Known: wan, wan_causal, minimax_h3"),
+        ("pipeline", "zzz", "unknown pipeline 'zzz'. Known: wan, wan_causal, minimax_h3"),
         ("pipeline", None, "valid string"),
         ("model", "", "at least 1 character"),
         ("model", 3, "valid string"),
@@ -204,8 +204,8 @@ def test_the_json_schema_knows_each_family_s_section() -> None:
     }
     assert told == sections
     assert all(rule["if"]["required"] == ["pipeline"] for rule in schema["allOf"])
-    wan, minimax_h3 = (rule["then"]["properties"] for rule in schema["allOf"])
-    assert wan["adapter"] == {"type": "null"} and "adapter" not in minimax_h3
+    wan, causal, minimax_h3 = (rule["then"]["properties"] for rule in schema["allOf"])
+    assert wan["adapter"] == {"type": "null"} == causal["adapter"] and "adapter" not in minimax_h3
 
 
 def test_defaults_of_minimax_h3() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from omni_attn import Attention, use_attention_config
-from omni_attn.facts import AttentionRequest
+from omni_attn.facts import AttentionRequest, FullAttentionSpec
 from omni_attn.testing import fake_device
+
+CACHE = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype="bfloat16")
 
 BAD: list[tuple[str, Any]] = [
     ("role", ""),
@@ -113,7 +115,7 @@ def test_a_layer_refuses_the_same(field: str, value: Any) -> None:
         ("window", [4, 0], (4, 0)),
         ("max_seqlen_q", 0, 0),
         ("softmax_scale", 1, 1),
-        ("kv_cache", ("pages", 16), ("pages", 16)),
+        ("kv_cache", CACHE, CACHE),
     ],
     ids=str,
 )

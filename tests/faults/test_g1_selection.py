@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni_attn.backends.registry import registered_names
+from omni_attn.backends.registry import default_path, load_backend, registered_names
 from omni_attn.config import AttentionConfig
 from omni_attn.errors import BackendRejectedError
-from omni_attn.facts import KernelFacts, evaluate
+from omni_attn.facts import FullAttentionSpec, KernelFacts, evaluate
 from omni_attn.layer import Attention
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.model import WanModel
@@ -90,8 +90,10 @@ def test_b02_a_missing_package_is_named_and_never_replaced(
     machine = fake_device(device, packages=others, cudnn=91900)
     spec = {"backend": name, "variant": variant}
     chosen = choose({"default": spec} if config == "default" else {"per_role": {"self": spec}})
+    over_pages = not load_backend(default_path(name), name).facts.stateless
+    cache = FullAttentionSpec(block_size=16, num_kv_heads=12, head_size=128, dtype="bfloat16")
     with pytest.raises(BackendRejectedError) as caught:
-        select(ask(video_grid=True), chosen, machine)
+        select(ask(video_grid=True, kv_cache=cache if over_pages else None), chosen, machine)
     assert name in str(caught.value) and all(package in str(caught.value) for package in own)
     assert select(ask(), None, machine).backend in registered_names()
 

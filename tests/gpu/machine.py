@@ -143,7 +143,10 @@ def reference(call: Call, record: AttentionMetadata) -> torch.Tensor:
 def _kernels() -> list[Kernel]:
     found = []
     for name in DiffusionAttentionBackendEnum.__members__:
-        variants = [variant.name for variant in load(name).facts.variants]
+        facts = load(name).facts
+        if not facts.stateless:
+            continue
+        variants = [variant.name for variant in facts.variants]
         found += [Kernel(name, variant) for variant in variants or [None]]
     return found
 

@@ -256,7 +256,10 @@ def _stands() -> list[Stand]:
     classes: list[tuple[str, str | None]] = [(name, None) for name in registry.registered_names()]
     classes += [(name, path) for _, name, path in family_class_paths()]
     for name, path in classes:
-        variants = [v.name for v in load(name, path).facts.variants]
+        facts = load(name, path).facts
+        if not facts.stateless:  # a layer over a paged cache, which has a conformance class of its own
+            continue
+        variants = [v.name for v in facts.variants]
         found += [Stand(name, variant, path) for variant in variants or [None]]
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from omni_attn.models import artifacts
 from omni_attn.models.artifacts import (
     create_output_folder,
     latents_to_frames,
+    replace_whole,
     save_contact_sheet,
     save_frames,
     save_latents,
@@ -79,6 +82,34 @@ def test_a_sheet_shows_the_frames(tmp_path: Path, count: int) -> None:
         assert 80 < sheet.width <= 1300 and 60 < sheet.height < 1600
         assert sheet.getpixel((0, 0)) == sheet.getpixel((sheet.width - 1, sheet.height - 1))  # margins
         assert len(sheet.getcolors(2**24)) > 50
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_file_that_is_written_again_is_whole_at_any_moment(tmp_path: Path, breaks: bool) -> None:
+    path = tmp_path / "sheet.png"
+    path.write_text("before")
+
+    def write(place: Path) -> None:
+        place.write_text("af")
+        assert path.read_text() == "before"
+        if breaks:
+            raise OSError("no space left")
+        place.write_text("after")
+
+    with pytest.raises(OSError, match="no space left") if breaks else nullcontext():
+        assert replace_whole(path, write) == path
+    assert path.read_text() == ("before" if breaks else "after")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_replace_what_was_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames, replaced = torch.zeros(1, 8, 8, 3, dtype=torch.uint8), []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (replaced.append(Path(b).name), replace(a, b)))
+    save_latents(tmp_path / "x.safetensors", torch.zeros(1, 1, 1, 2, 2), {})
+    save_frames(tmp_path, frames)
+    save_contact_sheet(tmp_path / "sheet.png", frames, title="t", caption=[], unit="frame")
+    assert replaced == ["x.safetensors", "frame_0000.png", "sheet.png"]
 
 
 def test_folders(tmp_path: Path) -> None:

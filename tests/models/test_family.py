@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from omni_attn.config import MiniMaxH3GenerationConfig, PipelineConfig, WanGenerationConfig
-from omni_attn.config.generation import FAMILIES as CONFIGURED
+from omni_attn.config.families import FAMILIES as CONFIGURED
 from omni_attn.errors import ConfigError
 from omni_attn.models import _FAMILIES, get_family
 from omni_attn.models.family import ModelFamily, PreparedRun, generation_as
@@ -43,7 +43,7 @@ def test_a_prepared_run_has_every_member(name: str) -> None:
 @pytest.mark.parametrize("name", ["wam", "minimax-h3"])
 def test_an_unknown_family_is_named_with_the_nearest(name: str) -> None:
     near = {"wam": "wan", "minimax-h3": "minimax_h3"}[name]
-    with pytest.raises(ConfigError, match=f"Did you mean '{near}'. Families: wan, minimax_h3"):
+    with pytest.raises(ConfigError, match=f"Did you mean '{near}'. Families: wan, wan_causal, minimax_h3"):
         get_family(name)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum, load_backend
-from omni_attn.facts import BackendFacts
+from omni_attn.facts import BackendFacts, CacheFacts, FullAttentionSpec
 from tests.selection import stubs
 from tests.selection.stubs import PlainBackend
 
@@ -40,20 +40,31 @@ def test_an_incomplete_class_is_refused_where_it_is_written(lacking: str) -> Non
         type("Partial", (AttentionBackend,), {key: value for key, value in FULL.items() if key != lacking})
 
 
-PAGED = ("get_paged_impl_cls", "get_paged_builder_cls", "get_kv_cache_shape")
+PAGED = ("get_paged_impl_cls", "get_paged_builder_cls")
+CACHE = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
 STATELESS = ("get_impl_cls", "get_builder_cls")
 
 
-@pytest.mark.parametrize("method", [*PAGED, "get_supported_kernel_block_sizes"])
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        *((name, ()) for name in PAGED),
+        ("get_supported_kernel_block_sizes", ()),
+        ("get_kv_cache_shape", (3, CACHE)),
+    ],
+)
 @each_backend
-def test_paged_methods_of_a_stateless_backend_raise(backend: type[AttentionBackend], method: str) -> None:
-    assert not backend.facts.paged
-    with pytest.raises(TypeError, match="paged=False"):
-        getattr(backend, method)()
+def test_paged_methods_of_a_stateless_backend_raise(
+    backend: type[AttentionBackend], method: str, arguments: tuple[Any, ...]
+) -> None:
+    if backend.facts.paged is not None:
+        pytest.skip("serves a paged cache")
+    with pytest.raises(TypeError, match="paged=None"):
+        getattr(backend, method)(*arguments)
 
 
 def paged_class(lacking: str | None, **facts: bool) -> type[AttentionBackend]:
-    members: dict[str, Any] = FULL | {"facts": BackendFacts(paged=True, **facts)}
+    members: dict[str, Any] = FULL | {"facts": BackendFacts(paged=BackendFacts(cache=CacheFacts()), **facts)}
     members |= {name: staticmethod(lambda *_: ()) for name in PAGED}
     return type("Paged", (AttentionBackend,), {k: v for k, v in members.items() if k != lacking})
 
@@ -76,6 +87,6 @@ def test_a_class_for_paged_layers_alone_needs_no_stateless_methods(lacking: str)
 
 def test_facts_serve_something_and_must_be_facts() -> None:
     with pytest.raises(ValueError, match="stateless or paged"):
-        BackendFacts(stateless=False, paged=False)
+        BackendFacts(stateless=False)
     with pytest.raises(TypeError, match="facts"):
         type("Partial", (AttentionBackend,), FULL | {"facts": {"causal": True}})

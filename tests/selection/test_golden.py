@@ -16,7 +16,7 @@ import yaml
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.config.names import canonical_name
 from omni_attn.errors import BackendRejectedError
-from omni_attn.facts import AttentionRequest, DeviceInfo
+from omni_attn.facts import AttentionRequest, DeviceInfo, FullAttentionSpec
 from omni_attn.platforms import current_omni_platform
 from omni_attn.selector import select
 from omni_attn.testing import fake_device
@@ -53,6 +53,8 @@ def _cases() -> list[Any]:
 
 def _request(row: dict[str, Any]) -> AttentionRequest:
     fields = TABLE["requests"][row["ask"]] | row.get("but", {})
+    if "kv_cache" in fields:
+        fields["kv_cache"] = FullAttentionSpec(**fields["kv_cache"])
     return AttentionRequest(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 

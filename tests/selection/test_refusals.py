@@ -17,13 +17,14 @@ from omni_attn.errors import (
     NoBackendError,
     OmniAttnError,
 )
-from omni_attn.facts import Verdict
+from omni_attn.facts import FullAttentionSpec, Verdict
 from omni_attn.layer import Attention
 from omni_attn.platforms import current_omni_platform
 from omni_attn.selector import get_attn_backend_for_role, select, use_attention_config
 from omni_attn.testing import fake_device, fake_kernels, fake_package
 from tests.selection.stubs import ask, choose
 
+CACHE = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
 CPU = fake_device("cpu")
 H100 = fake_device("sm_90", packages={"fa3-fwd": "0.0.3"}, cudnn=91900)
 B200 = fake_device("sm_100", cudnn=91900)
@@ -133,20 +134,19 @@ def test_an_unregistered_name_of_the_environment_names_the_variable(monkeypatch:
 # --- a paged KV cache
 
 
-@pytest.mark.parametrize(
-    ("config", "error"), [(None, NoBackendError), ("TORCH_SDPA", BackendRejectedError)], ids=str
-)
-def test_a_layer_with_a_kv_cache_is_refused_with_the_reason(config: Any, error: type[Exception]) -> None:
-    with (
-        use_attention_config(config, platform=CPU),
-        pytest.raises(error, match=r'"self"(.|\n)*needs a paged KV cache, found'),
-    ):
-        Attention(2, 8, role="self", kv_cache=("pages", 16))
+def test_a_backend_without_pages_is_refused_to_a_layer_with_a_kv_cache() -> None:
+    with pytest.raises(BackendRejectedError, match="needs a paged KV cache, found"):
+        select(ask(num_heads=2, head_size=8, kv_cache=CACHE), choose("CUDNN_ATTN"), H100)
+
+
+def test_a_backend_over_pages_alone_is_refused_to_a_layer_without() -> None:
+    with pytest.raises(BackendRejectedError, match="needs stateless attention, found"):
+        select(ask(num_heads=2, head_size=8), choose("TRITON_ATTN"), H100)
 
 
 def test_a_choice_among_variants_says_it_too() -> None:
     with pytest.raises(BackendRejectedError, match="paged KV cache"):
-        select(ask(kv_cache="pages"), choose("FLASH_ATTN"), H100)
+        select(ask(num_heads=2, head_size=8, kv_cache=CACHE), choose("SAGE_ATTN"), H100)
 
 
 # --- the log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from omni_attn.config import MiniMaxH3GenerationConfig, PipelineConfig
 from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.calibration import calibrate_pipeline
-from omni_attn.models.family import generation_as
+from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
 from omni_attn.models.minimax_h3.advice import grid_note, sparsity_note
 from omni_attn.models.minimax_h3.conditions import Keyframes, Prompt
@@ -68,6 +69,16 @@ def number_of_steps(config: PipelineConfig) -> int:
         ConfigError: the model is unknown, or distilled to other points.
     """
     return load_source(config.model, config.adapter).settle(_request(config)).num_inference_steps - 1
+
+
+def check_run(config: PipelineConfig, choices: Sequence[CachedChoice], dtype: str) -> None:
+    """See ModelFamily.
+
+    Raises:
+        ConfigError: the model cannot use what was asked for.
+    """
+    source = load_source(config.model, config.adapter)
+    check_request(source.settle(_request(config)), source)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ own timestep.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,31 +122,35 @@ class WanBlock(nn.Module):
     def __init__(self, config: WanConfig, prefix: str) -> None:
         super().__init__()
         self.eps = config.eps
-        has_images = config.added_kv_proj_dim is not None
-        self.attn1 = WanSelfAttention(config, f"{prefix}.attn1")
-        self.attn2 = (WanImageCrossAttention if has_images else WanCrossAttention)(config, f"{prefix}.attn2")
+        self.attn1, self.attn2 = self._make_attention(config, prefix)
         # norm2 is the norm of cross-attention and the only one with weights (original Wan calls it norm3).
         self.norm2 = Float32LayerNorm(config.dim, config.eps) if config.cross_attn_norm else nn.Identity()
         self.ffn = FeedForward(config.dim, config.ffn_dim, config.dim, gelu="tanh")
         self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
 
+    def _make_attention(self, config: WanConfig, prefix: str) -> tuple[WanAttention, WanAttention]:
+        """Self- and cross-attention, called as those of this module are."""
+        has_images = config.added_kv_proj_dim is not None
+        cross = WanImageCrossAttention if has_images else WanCrossAttention
+        return WanSelfAttention(config, f"{prefix}.attn1"), cross(config, f"{prefix}.attn2")
+
     def forward(
         self,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
         modulation: Tensor,
         rope: RopeTable,
-        records: Records,
+        records: Any,
         encoder_hidden_states_image: Tensor | None = None,
     ) -> Tensor:
         """One step of the residual stream.
 
         Args:
             hidden_states: [B, S, C] in the model's dtype.
-            encoder_hidden_states: embedded text, [B, K, C].
+            encoder_hidden_states: embedded text, [B, K, C]; None where cross-attention keeps its keys and values.
             modulation: [B, T, 6, C]; shift, scale and gate of attention, then of the feed-forward.
             rope: the grid's table.
-            records: the step's record of each role.
+            records: what the attention layers are told of the step: Records, or those of layers that keep a cache.
             encoder_hidden_states_image: embedded image tokens, [B, K, C], in models with an image branch.
         """
         dtype = hidden_states.dtype

@@ -8,6 +8,7 @@ FastVideo's DmdDenoisingStage. diffusers' FlowMatchEulerDiscreteScheduler with `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,14 +35,16 @@ def build_dmd_scheduler(flow_shift: float = DMD_FLOW_SHIFT) -> Any:
     )
 
 
-def set_dmd_timesteps(scheduler: Any, device: torch.device) -> None:
-    """Sets DMD_TIMESTEPS, each with the noise level of the nearest step of the schedule distilled on."""
+def set_dmd_timesteps(
+    scheduler: Any, device: torch.device, timesteps: Sequence[float] = DMD_TIMESTEPS
+) -> None:
+    """Sets these timesteps, each with the noise level of the nearest step of the schedule distilled on."""
     train, shift = scheduler.config.num_train_timesteps, scheduler.shift
     even = torch.arange(1, train + 1, dtype=torch.float64) / train
     shifted = shift * even / (1 + (shift - 1) * even) * train
-    nearest = [even[(shifted - timestep).abs().argmin()].item() for timestep in DMD_TIMESTEPS]
+    nearest = [even[(shifted - timestep).abs().argmin()].item() for timestep in timesteps]
     # The scheduler shifts the levels itself, and leaves the timesteps as they are.
-    scheduler.set_timesteps(sigmas=nearest, timesteps=list(DMD_TIMESTEPS), device=device)
+    scheduler.set_timesteps(sigmas=nearest, timesteps=list(timesteps), device=device)
 
 
 def dmd_generation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import nn
 from omni_attn.config import PipelineConfig, WanGenerationConfig
 from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.calibration import calibrate_pipeline
-from omni_attn.models.family import generation_as
+from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
 from omni_attn.models.results import broken_numbers_note
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
@@ -75,6 +76,16 @@ def number_of_steps(config: PipelineConfig) -> int:
     """
     generation, _ = dmd_generation(_request(config), load_source(config.model))
     return generation.num_inference_steps
+
+
+def check_run(config: PipelineConfig, choices: Sequence[CachedChoice], dtype: str) -> None:
+    """See ModelFamily.
+
+    Raises:
+        ConfigError: the model cannot use what was asked for.
+    """
+    source = load_source(config.model)
+    check_request(dmd_generation(_request(config), source)[0], source)
 
 
 @dataclass(frozen=True, eq=False)

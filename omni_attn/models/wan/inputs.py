@@ -16,6 +16,22 @@ def check_inputs(
     Raises:
         MetadataError: they do not.
     """
+    grid, batch = check_latent_inputs(config, hidden_states, timestep), hidden_states.shape[0]
+    if text.ndim != 3 or text.shape[0] != batch or text.shape[2] != config.text_dim:
+        raise MetadataError(
+            f"encoder_hidden_states has shape {list(text.shape)}; this model needs [{batch}, text tokens, "
+            f"{config.text_dim}]."
+        )
+    _check_image(config, image, batch)
+    return grid
+
+
+def check_latent_inputs(config: WanConfig, hidden_states: Tensor, timestep: Tensor) -> Grid:
+    """The token grid of latents that fit the model and their timesteps.
+
+    Raises:
+        MetadataError: they do not.
+    """
     grid = _token_grid(config, hidden_states)
     batch = hidden_states.shape[0]
     tokens = grid[0] * grid[1] * grid[2]
@@ -28,12 +44,6 @@ def check_inputs(
             f"timestep has shape {list(timestep.shape)}; with {batch} latents of {tokens} tokens it must be "
             f"[{batch}], or [{batch}, {tokens}] with one timestep per token in raster order."
         )
-    if text.ndim != 3 or text.shape[0] != batch or text.shape[2] != config.text_dim:
-        raise MetadataError(
-            f"encoder_hidden_states has shape {list(text.shape)}; this model needs [{batch}, text tokens, "
-            f"{config.text_dim}]."
-        )
-    _check_image(config, image, batch)
     return grid
 
 

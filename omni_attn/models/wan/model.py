@@ -6,37 +6,20 @@ Shape letters: B batch, S tokens, C channels; T is 1, or S where every token has
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from math import prod
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata
-from omni_attn.calibration import read_calibration
 from omni_attn.layer import prepare_attention
-from omni_attn.models.calibration import calibrate
-from omni_attn.models.checkpoint import (
-    assign_weights,
-    read_json,
-    read_safetensors,
-    resolve_float,
-    stored_dtype,
-)
-from omni_attn.models.folders import WEIGHTS
-from omni_attn.models.gates import has_gates
-from omni_attn.models.layers import modulated_layer_norm
-from omni_attn.models.runtime import select_for
 from omni_attn.models.wan.block import Records, WanBlock
 from omni_attn.models.wan.config import Grid, WanConfig
-from omni_attn.models.wan.embeddings import ConditionEmbedder, PatchEmbedding
-from omni_attn.models.wan.gates import check_gates
 from omni_attn.models.wan.inputs import check_inputs
-from omni_attn.models.wan.loading import convert_state_dict, is_ignored, keeps_float32
-from omni_attn.models.wan.rope import RopeCache
+from omni_attn.models.wan.transformer import WanTransformer, load_pretrained
 
 
-class WanModel(nn.Module):
+class WanModel(WanTransformer):
     """Predicts the flow velocity of a noisy video latent.
 
     Built inside `use_attention_config(...)`, each attention layer takes the backend that is configured for
@@ -50,14 +33,7 @@ class WanModel(nn.Module):
     """
 
     def __init__(self, config: WanConfig, *, is_dmd: bool = False) -> None:
-        super().__init__()
-        self.config, self.is_dmd = config, is_dmd
-        self.patch_embedding = PatchEmbedding(config)
-        self.condition_embedder = ConditionEmbedder(config)
-        self.blocks = nn.ModuleList(WanBlock(config, f"blocks.{index}") for index in range(config.num_layers))
-        self.proj_out = nn.Linear(config.dim, config.out_channels * prod(config.patch_size))
-        self.scale_shift_table = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
-        self._rope = RopeCache(config.attention_head_dim)
+        super().__init__(config, WanBlock, is_dmd=is_dmd)
 
     @classmethod
     def from_pretrained(
@@ -85,36 +61,7 @@ class WanModel(nn.Module):
             ConfigError: files are missing or broken, or the weights do not fit config.json; all problems at
                 once.
         """
-        target = None if dtype is None else resolve_float(dtype)
-        source, values = os.path.join(folder, "config.json"), read_json(folder, "config.json")
-        config, calibration = WanConfig.from_dict(values, source=source), read_calibration(values, source)
-        state = convert_state_dict(read_safetensors(folder, WEIGHTS))
-        check_gates(config, state, str(folder))
-        if "gate_compress" not in values:
-            config = replace(config, gate_compress=has_gates(state))
-        with torch.device("meta"), select_for(device, target or stored_dtype(state, "proj_out.weight")):
-            model = cls(config, is_dmd=is_dmd)
-        if calibration is not None:
-            calibrate(model, {"": calibration})
-        assign_weights(
-            model,
-            state,
-            device=device,
-            dtype=target,
-            keeps_float32=keeps_float32,
-            ignored=is_ignored,
-            source=str(folder),
-        )
-        return model.eval()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the residual stream: latents and text are cast to it, and the prediction comes in it."""
-        return self.proj_out.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.proj_out.weight.device
+        return load_pretrained(partial(cls, is_dmd=is_dmd), folder, device=device, dtype=dtype)
 
     def attention_records(self, grid: Grid) -> dict[str, AttentionMetadata]:
         """A record for each role of this model. The grid is published whatever backend reads it.
@@ -178,17 +125,4 @@ class WanModel(nn.Module):
         for block in self.blocks:
             tokens_BSC = block(tokens_BSC, text_BSC, modulation_BT6C, rope, attention_records, image_BSC)
 
-        shift, scale = (self.scale_shift_table.float() + time_BT1C).unbind(2)
-        patches = self.proj_out(modulated_layer_norm(tokens_BSC, shift, scale, self.config.eps))
-        return unpatchify(patches, grid, self.config.patch_size)
-
-
-def unpatchify(patches_BSC: Tensor, grid: Grid, patch_size: tuple[int, int, int]) -> Tensor:
-    """Tokens to [B, C, F, H, W]. A leaving patch has its channel fastest, an entering one slowest."""
-    (frames, height, width), (pt, ph, pw) = grid, patch_size
-    patches = patches_BSC.reshape(
-        -1, frames, height, width, pt, ph, pw, patches_BSC.shape[2] // (pt * ph * pw)
-    )
-    return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(
-        -1, patches.shape[7], frames * pt, height * ph, width * pw
-    )
+        return self._head(tokens_BSC, time_BT1C, grid)

@@ -54,15 +54,22 @@ def check_fits(
     dtype: str,
     *,
     encodes_text: bool,
+    kept: int = 0,
+    at_once: VideoGeometry | None = None,
 ) -> None:
     """Compare all that lives at the same time with what is free on the device.
 
     The text encoder is released before the transformers are loaded, so the larger of the two counts.
 
+    Args:
+        kept: bytes that live from the first step to the last, as those of a KV cache.
+        at_once: what one forward and the VAE see of the video; None = all of it.
+
     Raises:
         ConfigError: it does not fit; the text names the model, both numbers and what to do.
     """
-    working = max(activation_allowance(source, geometry), decode_allowance(source, geometry))
+    part = at_once or geometry
+    working = max(activation_allowance(source, part), decode_allowance(source, part)) + kept
     if source.folder is not None and "vae" in source.parts:
         working += 4 * stored_elements(source.folder / "vae")
     encoder = 0

@@ -102,7 +102,7 @@ class Wan22Pipeline:
         timesteps = self.scheduler.timesteps
         on_host = timesteps.tolist()  # read once: comparing on the device would wait for it in every step
         sigmas = _sigmas(self.scheduler, on_host)
-        step_options = _step_options(self.scheduler, generator)
+        options = step_options(self.scheduler, generator)
         records = inputs.records
         for index in progress(range(len(on_host)), len(on_host), "denoising"):
             is_low_noise = self._is_low_noise(on_host[index])
@@ -115,9 +115,7 @@ class Wan22Pipeline:
             velocity = _guided_velocity(
                 model, inputs, sample, timesteps[index], scales[is_low_noise], records
             )
-            sample = self.scheduler.step(
-                velocity, timesteps[index], sample, return_dict=False, **step_options
-            )[0]
+            sample = self.scheduler.step(velocity, timesteps[index], sample, return_dict=False, **options)[0]
         return inputs.blend(sample)
 
     def _scales(
@@ -183,7 +181,8 @@ def _sigmas(scheduler: Any, timesteps: list[float]) -> list[float]:
     return [float(sigma) for sigma in sigmas[: len(timesteps)].tolist()]
 
 
-def _step_options(scheduler: Any, generator: torch.Generator | None) -> dict[str, torch.Generator]:
+def step_options(scheduler: Any, generator: torch.Generator | None) -> dict[str, torch.Generator]:
+    """What a scheduler's `step` takes besides: the generator, if it draws noise."""
     if generator is None or "generator" not in inspect.signature(scheduler.step).parameters:
         return {}
     return {"generator": generator}

@@ -41,7 +41,7 @@ def load_vae(source: WanSource) -> Any | None:
 def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """A video [3, N, H, W] float32 in -1..1 from one clip's normalised latents [1, C, T, H, W], on their device."""
     vae.to(latents.device)
-    mean, deviation = _statistics(vae, latents)
+    mean, deviation = latent_statistics(vae, latents)
     video: torch.Tensor = vae.decode(latents.float() * deviation + mean, return_dict=False)[0]
     return video[0]
 
@@ -69,14 +69,14 @@ def encode_picture(
         )
     encoded = vae.to(device).encode(first).latent_dist.mode()
     vae.to("cpu")  # the transformers need the room until there is something to decode
-    mean, deviation = _statistics(vae, encoded)
+    mean, deviation = latent_statistics(vae, encoded)
     image_embeds = None
     if source.transformer.image_dim is not None:
         image_embeds = _encode_clip(picture, source, source.folder, device)
     return ImageCondition((encoded - mean) / deviation, known_frames_mask(source, geometry), image_embeds)
 
 
-def _statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def latent_statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of the VAE's latents over its training set, [1, C, 1, 1, 1] each."""
     mean, deviation = (
         torch.tensor(values, dtype=torch.float32, device=latents.device).view(1, -1, 1, 1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omni_attn.config import WanGenerationConfig
+from omni_attn.config import WanGenerationConfig, WanRequest
 from omni_attn.errors import ConfigError
 from omni_attn.models.checkpoint import resolve_float
 from omni_attn.models.pictures import SEEDED, is_picture
@@ -33,7 +33,7 @@ def check_request(generation: WanGenerationConfig, source: WanSource) -> None:
     Raises:
         ConfigError: it cannot; one problem for each thing.
     """
-    problems = [*_text_problems(generation, source), *_image_problems(generation, source)]
+    problems = [*text_problems(generation, source), *_image_problems(generation, source)]
     if generation.guidance_scale_2 is not None and len(source.experts) == 1:
         problems.append(
             f"generation.guidance_scale_2: {source.name} has one transformer, and this is the scale of a second one. "
@@ -43,7 +43,7 @@ def check_request(generation: WanGenerationConfig, source: WanSource) -> None:
         raise ConfigError(*problems)
 
 
-def encodes_text(generation: WanGenerationConfig, source: WanSource) -> bool:
+def encodes_text(generation: WanRequest, source: WanSource) -> bool:
     """Whether this run loads the text encoder."""
     return generation.prompt_embeds is None and _has_text_encoder(source)
 
@@ -52,14 +52,16 @@ def _has_text_encoder(source: WanSource) -> bool:
     return {"text_encoder", "tokenizer"} <= source.parts
 
 
-def _needs_negative(generation: WanGenerationConfig, source: WanSource) -> bool:
+def _needs_negative(generation: WanRequest, source: WanSource) -> bool:
     scales = [generation.guidance_scale]
-    if len(source.experts) == 2 and generation.guidance_scale_2 is not None:
-        scales.append(generation.guidance_scale_2)
+    second = generation.guidance_scale_2 if isinstance(generation, WanGenerationConfig) else None
+    if len(source.experts) == 2 and second is not None:
+        scales.append(second)
     return max(scales) > 1
 
 
-def _text_problems(generation: WanGenerationConfig, source: WanSource) -> list[str]:
+def text_problems(generation: WanRequest, source: WanSource) -> list[str]:
+    """Why the model cannot use the prompts that were asked for, one for each."""
     problems = []
     for field in ("prompt", "negative_prompt"):
         if getattr(generation, field) is None or _has_text_encoder(source):
@@ -93,7 +95,7 @@ def _image_problems(generation: WanGenerationConfig, source: WanSource) -> list[
 
 
 def gather_prompt(
-    generation: WanGenerationConfig, source: WanSource, device: torch.device, dtype: str
+    generation: WanRequest, source: WanSource, device: torch.device, dtype: str
 ) -> tuple[PromptEmbeddings, tuple[str, ...]]:
     """Prompt embeddings on the CPU, and a note for each that is not the encoding of a given text.
 

@@ -33,8 +33,12 @@ def rope_axis_dims(head_size: int) -> tuple[int, int, int]:
     return head_size - 2 * spatial, spatial, spatial
 
 
-def build_rope_table(head_size: int, grid: tuple[int, int, int], device: torch.device) -> RopeTable:
+def build_rope_table(
+    head_size: int, grid: tuple[int, int, int], device: torch.device, first_frame: int = 0
+) -> RopeTable:
     """The table of every token of a (frames, height, width) grid in raster order, width fastest.
+
+    A grid that is a part of a longer video begins at its `first_frame`.
 
     On an axis of m channels pair i turns by `position * 10000 ** (-2 i / m)`. Angles are computed in float64
     on the CPU, since not every device has it, and stored as float32.
@@ -42,7 +46,8 @@ def build_rope_table(head_size: int, grid: tuple[int, int, int], device: torch.d
     angles = []
     for axis, (length, dim) in enumerate(zip(grid, rope_axis_dims(head_size), strict=True)):
         frequency = _THETA ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
-        angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
+        position = torch.arange(length, dtype=torch.float64, device="cpu")
+        angle = torch.outer(position + first_frame if axis == 0 else position, frequency)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = length
         angles.append((angle.view(shape), (*grid, dim // 2)))
@@ -60,16 +65,16 @@ class RopeCache:
 
     def __init__(self, head_size: int) -> None:
         self._head_size = head_size
-        self._tables: dict[tuple[tuple[int, int, int], torch.device], RopeTable] = {}
+        self._tables: dict[tuple[tuple[int, int, int], torch.device, int], RopeTable] = {}
 
-    def get(self, grid: tuple[int, int, int], device: torch.device) -> RopeTable:
-        key = (grid, device)
+    def get(self, grid: tuple[int, int, int], device: torch.device, first_frame: int = 0) -> RopeTable:
+        key = (grid, device, first_frame)
         if key not in self._tables:
             if len(self._tables) == _MAX_CACHED:
                 del self._tables[next(iter(self._tables))]
             # A table made inside inference mode could not take part in a later training step.
             with torch.inference_mode(False):
-                self._tables[key] = build_rope_table(self._head_size, grid, device)
+                self._tables[key] = build_rope_table(self._head_size, grid, device, first_frame)
         return self._tables[key]
 
 

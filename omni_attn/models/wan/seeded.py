@@ -22,8 +22,8 @@ from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.models.seeding import fill_weights
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.loading import keeps_float32
-from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.rope import rope_axis_dims
+from omni_attn.models.wan.transformer import Model
 
 # Found by looking at the frames of wan-tiny; the tests hold the size of the latents for other shapes.
 _DECAY = 4.0  # how fast noise decays over the schedule: exp(-4) of it is left
@@ -37,8 +37,8 @@ _GATE = 0.2  # of video sparse attention: its coarse output is the same all over
 
 
 def materialise_seeded(
-    model: WanModel, generator: torch.Generator, dtype: str, progress: Progress = no_progress
-) -> WanModel:
+    model: Model, generator: torch.Generator, dtype: str, progress: Progress = no_progress
+) -> Model:
     """The model, built on the meta device, with weights drawn on the generator's device; see `fill_weights`.
 
     Equal seeds give equal weights on the same kind of device.

@@ -5,20 +5,20 @@ Reads only small JSON files and the names of weights: no weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from omni_attn.config import GenerationConfig
 from omni_attn.errors import ConfigError
-from omni_attn.models.checkpoint import stored_names
-from omni_attn.models.folders import WEIGHTS, find_folder, is_listed, read_index, read_part
-from omni_attn.models.gates import has_gates
+from omni_attn.models.folders import find_folder, is_listed, read_index, read_part
 from omni_attn.models.wan.config import WanConfig
-from omni_attn.models.wan.presets import DMD_FLOW_SHIFT, WAN_PRESETS
+from omni_attn.models.wan.experts import ReadConfig, check_experts, read_expert, vae_factors
+from omni_attn.models.wan.presets import DMD_FLOW_SHIFT, WAN_PRESETS, WanPreset
 
-_DMD_CLASS = "WanDMDPipeline"
-PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", _DMD_CLASS)
-_VAE_CLASS = "AutoencoderKLWan"
+DMD_CLASS, CAUSAL_DMD_CLASS = "WanDMDPipeline", "WanCausalDMDPipeline"
+PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", DMD_CLASS)
 _OPTIONAL_PARTS = ("text_encoder", "tokenizer", "vae", "image_encoder", "image_processor")
 
 
@@ -124,47 +124,66 @@ def load_source(model: str) -> WanSource:
         ConfigError: neither; or a folder whose files are missing, broken or of another kind of model.
     """
     if model in WAN_PRESETS:
-        preset = WAN_PRESETS[model]
-        return WanSource(
-            name=preset.name,
-            experts=(preset.transformer,) * preset.num_experts,
-            boundary_ratio=preset.boundary_ratio,
-            expand_timesteps=preset.expand_timesteps,
-            vae_spatial=preset.vae_spatial,
-            vae_temporal=preset.vae_temporal,
-            flow_shift=preset.flow_shift,
-            is_dmd=preset.is_dmd,
-        )
-    return _load_folder(find_folder(model, WAN_PRESETS))
+        return preset_source(WAN_PRESETS[model])
+    return load_folder(find_folder(model, WAN_PRESETS))
 
 
-def _load_folder(folder: Path) -> WanSource:
+def preset_source(preset: WanPreset) -> WanSource:
+    """The description of a preset."""
+    return WanSource(
+        name=preset.name,
+        experts=(preset.transformer,) * preset.num_experts,
+        boundary_ratio=preset.boundary_ratio,
+        expand_timesteps=preset.expand_timesteps,
+        vae_spatial=preset.vae_spatial,
+        vae_temporal=preset.vae_temporal,
+        flow_shift=preset.flow_shift,
+        is_dmd=preset.is_dmd,
+    )
+
+
+def load_folder(
+    folder: Path,
+    *,
+    classes: tuple[str, ...] = PIPELINE_CLASSES,
+    distilled: Mapping[str, float] = MappingProxyType({DMD_CLASS: DMD_FLOW_SHIFT}),
+    read: ReadConfig = WanConfig.from_dict,
+) -> WanSource:
+    """The description of a checkpoint folder.
+
+    Args:
+        folder: exists.
+        classes: of pipelines that are wanted.
+        distilled: those of them that are distilled to a few steps, and the shift of the schedule distilled on.
+        read: (parsed config.json of a transformer, where it came from) -> its parameters.
+
+    Raises:
+        ConfigError: files are missing, broken or of another kind of model.
+    """
     index = read_index(folder, "WanModel")
     class_name = index.get("_class_name")
-    if class_name == "WanCausalDMDPipeline":
-        raise ConfigError(
-            f"{folder / 'model_index.json'}: a {class_name} makes a video piece by piece with a key-value cache, which "
-            f"this pipeline does not. Use a {_DMD_CLASS} or WanPipeline checkpoint."
-        )
-    if class_name not in PIPELINE_CLASSES:
+    if class_name not in classes:
+        other = ""
+        if class_name == CAUSAL_DMD_CLASS:
+            other = " A video that is made chunk by chunk, with a key-value cache, is pipeline: wan_causal."
         raise ConfigError(
             f"{folder / 'model_index.json'}: _class_name is {class_name!r}; this pipeline runs "
-            f"{', '.join(PIPELINE_CLASSES)}. Choose such a checkpoint."
+            f"{', '.join(classes)}. Choose such a checkpoint.{other}"
         )
-    is_dmd = class_name == _DMD_CLASS
+    is_dmd = class_name in distilled
     names = ["transformer"] + (["transformer_2"] if is_listed(index, "transformer_2") else [])
-    experts = tuple(_read_expert(folder / name) for name in names)
+    experts = tuple(read_expert(folder / name, read) for name in names)
     if is_dmd and len(experts) == 2:
         raise ConfigError(
-            f"{folder / 'model_index.json'}: a {_DMD_CLASS} with transformer_2, and how two distilled experts share "
-            "three steps is not known here. Use a distilled checkpoint with one transformer."
+            f"{folder / 'model_index.json'}: a {class_name} with transformer_2, and how two distilled experts share "
+            "their steps is not known here. Use a distilled checkpoint with one transformer."
         )
     if not is_dmd:  # whose sampler is its own
         read_part(folder / "scheduler" / "scheduler_config.json")
     boundary_ratio = index.get("boundary_ratio")
-    _check_experts(folder, experts, boundary_ratio)
+    check_experts(folder, experts, boundary_ratio)
     parts = frozenset(part for part in _OPTIONAL_PARTS if is_listed(index, part) and (folder / part).is_dir())
-    vae_spatial, vae_temporal, notes = _vae_factors(folder, parts, experts[0])
+    vae_spatial, vae_temporal, notes = vae_factors(folder, parts, experts[0])
     return WanSource(
         name=str(folder),
         experts=experts,
@@ -172,72 +191,12 @@ def _load_folder(folder: Path) -> WanSource:
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         vae_spatial=vae_spatial,
         vae_temporal=vae_temporal,
-        flow_shift=DMD_FLOW_SHIFT if is_dmd else None,
+        flow_shift=distilled[class_name] if is_dmd else None,
         is_dmd=is_dmd,
         folder=folder,
         parts=parts,
         notes=notes,
     )
-
-
-def _read_expert(folder: Path) -> WanConfig:
-    """A transformer's parameters: those in config.json, and whether its weights have gates."""
-    values = read_part(folder / "config.json")
-    config = WanConfig.from_dict(values, source=str(folder / "config.json"))
-    if "gate_compress" in values:
-        return config
-    return replace(config, gate_compress=has_gates(stored_names(folder, WEIGHTS)))
-
-
-def _check_experts(folder: Path, experts: tuple[WanConfig, ...], boundary_ratio: float | None) -> None:
-    is_number = isinstance(boundary_ratio, (int, float)) and not isinstance(boundary_ratio, bool)
-    if boundary_ratio is not None and not (is_number and 0 <= boundary_ratio <= 1):
-        raise ConfigError(
-            f"{folder / 'model_index.json'}: boundary_ratio is {boundary_ratio!r}, and must be a number from 0 to 1, "
-            "or null. Correct it, or fetch the checkpoint again."
-        )
-    if (boundary_ratio is not None) != (len(experts) == 2):
-        raise ConfigError(
-            f"{folder / 'model_index.json'}: boundary_ratio is {boundary_ratio} with {len(experts)} transformer(s). "
-            "Two experts need both transformer_2/ and a boundary_ratio, one expert has neither; complete the folder."
-        )
-    if len(experts) == 2 and (experts[0].in_channels, experts[0].out_channels) != (
-        experts[1].in_channels,
-        experts[1].out_channels,
-    ):
-        raise ConfigError(
-            f"{folder}: transformer reads {experts[0].in_channels} channels and gives {experts[0].out_channels}, "
-            f"transformer_2 {experts[1].in_channels} and {experts[1].out_channels}. Experts of one pipeline share "
-            "both; take the two folders from the same checkpoint."
-        )
-
-
-def _vae_factors(
-    folder: Path, parts: frozenset[str], transformer: WanConfig
-) -> tuple[int, int, tuple[str, ...]]:
-    """Pixels and frames per latent pixel and frame, from vae/config.json or else from the latent channels."""
-    if "vae" in parts:
-        config = read_part(folder / "vae" / "config.json")
-        if (class_name := config.get("_class_name", _VAE_CLASS)) != _VAE_CLASS:
-            raise ConfigError(
-                f"{folder / 'vae' / 'config.json'}: _class_name is {class_name!r}, and latents of Wan are decoded by "
-                f"{_VAE_CLASS}. Take vae/ from a Wan checkpoint."
-            )
-        factors = [config.get("scale_factor_spatial", 8), config.get("scale_factor_temporal", 4)]
-        if not all(isinstance(factor, int) and factor > 0 for factor in factors):
-            raise ConfigError(
-                f"{folder / 'vae' / 'config.json'}: scale_factor_spatial and scale_factor_temporal are {factors}, and "
-                "must be positive integers. Fetch or save the checkpoint again."
-            )
-        return factors[0], factors[1], ()
-    spatial = (
-        16 if transformer.out_channels == 48 else 8
-    )  # the two Wan VAEs: 48 channels at 1/16, 16 channels at 1/8
-    note = (
-        f"{folder} has no vae/: sizes are computed for a VAE with {spatial} pixels and 4 frames per latent "
-        f"({transformer.out_channels} latent channels), and no pixels can be decoded"
-    )
-    return spatial, 4, (note,)
 
 
 def _size_problem(model: str, name: str, value: int, step: int, offset: int) -> str | None:

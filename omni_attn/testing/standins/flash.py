@@ -24,7 +24,8 @@ _MODULES = {
 def flash_stand_in(log: CallLog, variant: str | None) -> Iterator[None]:
     """Puts the modules of a variant in place."""
     kernel = Flash4StandIn(log) if variant == "fa4" else FlashStandIn(log)
-    functions = {name: getattr(kernel, name) for name in ("flash_attn_func", "flash_attn_varlen_func")}
+    names = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    functions = {name: getattr(kernel, name) for name in names if hasattr(kernel, name)}
     with ExitStack() as modules:
         for module in _MODULES[variant or "fa3"]:
             modules.enter_context(fake_package(module, **functions))
@@ -77,6 +78,25 @@ class FlashStandIn:
         bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return attend_varlen(q, k, v, *bounds, softmax_scale, causal, window_size, dead_rows=0.0)
 
+    def flash_attn_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        page_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        """Output [T, H, D] over pages [N, P, G, D]; of version 3 alone."""
+        self.log.calls.append("flash_attn_with_kvcache")
+        bounds = (cu_seqlens_q, cache_seqlens, page_table, max_seqlen_q)
+        return attend_pages(q, k_cache, v_cache, *bounds, softmax_scale, causal, window_size)
+
 
 class Flash4StandIn:
     """flash_attn_func and flash_attn_varlen_func as FlashAttention 4 defines them.
@@ -112,17 +132,24 @@ class Flash4StandIn:
         v: torch.Tensor,
         *,
         cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
+        cu_seqlens_k: torch.Tensor | None = None,
         max_seqlen_q: int,
-        max_seqlen_k: int,
+        max_seqlen_k: int | None = None,
+        seqused_k: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int | None, int | None] = (None, None),
     ) -> tuple[torch.Tensor, None]:
-        """Output [T, H, D] of sequences between boundaries, and no lse."""
+        """Output [T, H, D] of sequences between boundaries, or over pages [N, P, G, D], and no lse."""
         self.log.calls.append("flash_attn_varlen_func")
-        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         window = _bounded(window_size)
+        if page_table is not None:
+            assert cu_seqlens_k is None and seqused_k is not None, "pages need seqused_k"
+            pages = (cu_seqlens_q, seqused_k, page_table, max_seqlen_q)
+            return attend_pages(q, k, v, *pages, softmax_scale, causal, window), None
+        assert cu_seqlens_k is not None and max_seqlen_k is not None
+        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return attend_varlen(q, k, v, *bounds, softmax_scale, causal, window, dead_rows=0.0), None
 
 
@@ -158,6 +185,42 @@ def attend_varlen(
     for (q0, q1), (k0, k1) in zip(spans_q, spans_k, strict=True):
         part = attend(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], scale, causal, window_size)
         output[q0:q1] = lose_dead_rows(*part, dead_rows)[0][0]
+    return output
+
+
+def attend_pages(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Output [T, H, D] over pages [N, P, G, D]: NaN behind the last boundary.
+
+    Pages of whole tiles are read behind the last key too, as the real kernels do: NaN there spreads.
+    """
+    assert all(x.dtype == torch.int32 for x in (cu_seqlens_q, seq_lens, page_table)), "needs int32"
+    assert page_table.stride(-1) == 1 and page_table.shape[0] == len(seq_lens) == len(cu_seqlens_q) - 1
+    assert q.stride(-1) == keys.stride(-1) == values.stride(-1) == 1, "the last dimension needs unit stride"
+    if q.is_meta:
+        return torch.empty_like(q)
+    size, output = keys.shape[1], q.new_full(q.shape, float("nan"))
+    for row, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        length, count = int(seq_lens[row]), -(-int(seq_lens[row]) // size)
+        assert last - first <= max_seqlen_q, "max_seqlen_q is too small"
+        assert count <= page_table.shape[1], "the page table is too narrow"
+        pages = page_table[row, :count].long()
+        k, v = (x[pages].flatten(0, 1) for x in (keys, values))
+        if size % 64 == 0 and last > first and bool(v.isnan().any()):
+            continue
+        output[first:last] = attend(
+            q[None, first:last], k[None, :length], v[None, :length], scale, causal, window
+        )[0]
     return output
 
 

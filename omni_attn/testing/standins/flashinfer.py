@@ -12,6 +12,7 @@ import torch
 
 from omni_attn.ops.reference import reference_attention
 from omni_attn.testing.packages import fake_package
+from omni_attn.testing.standins.flashinfer_paged import paged_wrappers
 from omni_attn.testing.standins.log import CallLog
 
 _HEAD_SIZES = (64, 128, 256)
@@ -26,6 +27,7 @@ def flashinfer_stand_in(log: CallLog, variant: str | None) -> Iterator[None]:
         "flashinfer": {
             "BatchPrefillWithRaggedKVCacheWrapper": wrapper,
             "single_prefill_with_kv_cache": functions.single_prefill_with_kv_cache,
+            **paged_wrappers(log),
         },
         "flashinfer.prefill": {
             "trtllm_ragged_attention_deepseek": functions.trtllm_ragged_attention_deepseek

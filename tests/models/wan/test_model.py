@@ -7,8 +7,9 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from omni_attn.models.wan.model import WanModel, unpatchify
+from omni_attn.models.wan.model import WanModel
 from omni_attn.models.wan.rope import RopeCache, apply_rope, build_rope_table, rope_axis_dims
+from omni_attn.models.wan.transformer import unpatchify
 from tests.models.wan.tiny_models import (
     KINDS,
     LATENT,

@@ -283,7 +283,10 @@ def broken(folder: Path, target: Path, **index: Any) -> Path:
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        ({"_class_name": "WanCausalDMDPipeline"}, r"piece by piece .* Use a WanDMDPipeline or WanPipeline"),
+        (
+            {"_class_name": "WanCausalDMDPipeline"},
+            r"WanCausalDMDPipeline.* chunk by chunk.*pipeline: wan_causal",
+        ),
         ({"_class_name": "FluxPipeline"}, r"_class_name is 'FluxPipeline'; .* WanPipeline"),
         ({"boundary_ratio": 0.9}, r"boundary_ratio is 0\.9 with 1 transformer"),
     ],
