@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_compiling as _is_compiling
 
-from omni_attn.backends.abstract import foreign_metadata
 from omni_attn.backends.flash_paged_kernels import (
     PagedFlashKernel,
     flash_attn_paged,
@@ -17,10 +16,10 @@ from omni_attn.backends.flash_paged_kernels import (
 )
 from omni_attn.backends.paged import (
     CommonAttentionMetadata,
-    PagedAttentionImpl,
     PagedMetadataBuilder,
     one_causality,
 )
+from omni_attn.backends.paged_impl import PagedKernelImpl
 from omni_attn.ops.paged.write import write_kv_cache
 
 
@@ -78,10 +77,11 @@ class FlashPagedBuilder(PagedMetadataBuilder):
         return updated
 
 
-class FlashPagedImpl(PagedAttentionImpl):
+class FlashPagedImpl(PagedKernelImpl):
     """One layer on a FlashAttention kernel over pages."""
 
     backend: ClassVar[str] = "FLASH_ATTN"
+    metadata_cls: ClassVar[type] = FlashPagedMetadata
 
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
@@ -99,26 +99,13 @@ class FlashPagedImpl(PagedAttentionImpl):
         """See PagedAttentionImpl.update_kv_cache."""
         write_kv_cache(key, value, kv_cache, slot_mapping)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See PagedAttentionImpl.forward; rows of tokens of no request hold anything."""
-        self.refuse_output_scales(output_scale, output_block_scale)
-        if metadata is None:
-            return output.zero_()
-        if not isinstance(metadata, FlashPagedMetadata):
-            raise foreign_metadata(self, metadata, FlashPagedMetadata)
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: FlashPagedMetadata, output: torch.Tensor
+    ) -> None:
+        """See PagedKernelImpl.attend; rows of tokens of no request hold anything."""
         count = metadata.num_tokens
         if not count:
-            return output
+            return
         arguments = (
             query[:count],
             kv_cache,
@@ -134,4 +121,3 @@ class FlashPagedImpl(PagedAttentionImpl):
             flash_attn_paged(*arguments, *self._window, self.kernel.module)
         else:
             self.kernel.attend(*arguments, self._window)
-        return output

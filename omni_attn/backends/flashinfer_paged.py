@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from omni_attn.backends.abstract import foreign_metadata
 from omni_attn.backends.flashinfer_builder import window_left
 from omni_attn.backends.flashinfer_paged_kernels import PagedWrappers, import_paged_wrappers
 from omni_attn.backends.flashinfer_paged_plans import PagedPlan
@@ -16,10 +15,10 @@ from omni_attn.backends.flashinfer_plans import shared_workspace
 from omni_attn.backends.flashinfer_shapes import check_offsets
 from omni_attn.backends.paged import (
     CommonAttentionMetadata,
-    PagedAttentionImpl,
     PagedMetadataBuilder,
     one_causality,
 )
+from omni_attn.backends.paged_impl import PagedKernelImpl
 from omni_attn.errors import MetadataError
 from omni_attn.ops.layout import unit_stride
 from omni_attn.ops.paged.write import write_kv_cache
@@ -171,10 +170,11 @@ class FlashInferPagedBuilder(PagedMetadataBuilder):
         )
 
 
-class FlashInferPagedImpl(PagedAttentionImpl):
+class FlashInferPagedImpl(PagedKernelImpl):
     """One layer on a planned FlashInfer kernel over pages."""
 
     backend: ClassVar[str] = "FLASHINFER_ATTN"
+    metadata_cls: ClassVar[type] = FlashInferPagedMetadata
 
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
@@ -186,25 +186,16 @@ class FlashInferPagedImpl(PagedAttentionImpl):
         """See PagedAttentionImpl.update_kv_cache."""
         write_kv_cache(key, value, kv_cache, slot_mapping)
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        metadata: Any,
+        metadata: FlashInferPagedMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See PagedAttentionImpl.forward; rows of tokens of no request hold anything."""
-        self.refuse_output_scales(output_scale, output_block_scale)
-        if metadata is None:
-            return output.zero_()
-        if not isinstance(metadata, FlashInferPagedMetadata):
-            raise foreign_metadata(self, metadata, FlashInferPagedMetadata)
+    ) -> None:
+        """See PagedKernelImpl.attend; rows of tokens of no request hold anything."""
         if metadata.plan is None:
-            return output
+            return
         rows, answered = unit_stride(query[: metadata.num_tokens]), output[: metadata.num_tokens]
         written = answered if answered.is_contiguous() else torch.empty_like(answered).contiguous()
         if self.variant != "fa3":
@@ -212,4 +203,3 @@ class FlashInferPagedImpl(PagedAttentionImpl):
         metadata.plan.run(rows, kv_cache.unbind(1), out=written)
         if written is not answered:
             answered.copy_(written)
-        return output

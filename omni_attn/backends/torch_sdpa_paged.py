@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from omni_attn.backends.abstract import foreign_metadata
-from omni_attn.backends.paged import CommonAttentionMetadata, PagedAttentionImpl, PagedMetadataBuilder
+from omni_attn.backends.paged import CommonAttentionMetadata, PagedMetadataBuilder
+from omni_attn.backends.paged_impl import PagedKernelImpl
 from omni_attn.ops.masks import rows_without_key
 from omni_attn.ops.paged.gather import gather_pages, page_mask
 from omni_attn.ops.paged.write import write_kv_cache
@@ -76,10 +76,11 @@ class TorchSDPAPagedBuilder(PagedMetadataBuilder):
         )
 
 
-class TorchSDPAPagedImpl(PagedAttentionImpl):
+class TorchSDPAPagedImpl(PagedKernelImpl):
     """One layer on torch's dispatcher, over pages."""
 
     backend: ClassVar[str] = "TORCH_SDPA"
+    metadata_cls: ClassVar[type] = GatheredMetadata
 
     def update_kv_cache(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -88,26 +89,14 @@ class TorchSDPAPagedImpl(PagedAttentionImpl):
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         write_kv_cache(key, value, kv_cache, slot_mapping, **scales, host_scales=self.host_scales)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See PagedAttentionImpl.forward; tokens of no request give zeros."""
-        self.refuse_output_scales(output_scale, output_block_scale)
-        if metadata is None:
-            return output.zero_()
-        if not isinstance(metadata, GatheredMetadata):
-            raise foreign_metadata(self, metadata, GatheredMetadata)
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: GatheredMetadata, output: torch.Tensor
+    ) -> None:
+        """See PagedKernelImpl.attend; tokens of no request give zeros."""
         count = metadata.places.shape[0]
         if not (count and metadata.num_keys and metadata.seq_lens.shape[0]):
-            return output.zero_()
+            output.zero_()
+            return
         pages = gather_pages(
             kv_cache, metadata.block_table, metadata.seq_lens, metadata.num_keys, query.dtype
         )
@@ -122,4 +111,3 @@ class TorchSDPAPagedImpl(PagedAttentionImpl):
         ).masked_fill(metadata.empty_rows, 0.0)
         rows = attended.transpose(1, 2).flatten(0, 1)[metadata.places].masked_fill(metadata.behind, 0.0)
         output[:count] = rows if self.value_scale == 1.0 else rows * self.value_scale
-        return output

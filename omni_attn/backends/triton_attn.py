@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from omni_attn.backends.abstract import AttentionBackend, foreign_metadata
+from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.optional_package import import_symbols
-from omni_attn.backends.paged import CommonAttentionMetadata, PagedAttentionImpl, PagedMetadataBuilder
+from omni_attn.backends.paged import CommonAttentionMetadata, PagedMetadataBuilder
+from omni_attn.backends.paged_impl import PagedKernelImpl
 from omni_attn.backends.triton_mla import FACTS as MLA_FACTS
 from omni_attn.backends.triton_mla import TritonMLABuilder, TritonMLAImpl
 from omni_attn.backends.triton_package import TRITON, TRITON_PACKAGES
@@ -118,10 +119,11 @@ class TritonPagedBuilder(PagedMetadataBuilder):
         )
 
 
-class TritonPagedImpl(PagedAttentionImpl):
+class TritonPagedImpl(PagedKernelImpl):
     """One layer on our kernels."""
 
     backend: ClassVar[str] = "TRITON_ATTN"
+    metadata_cls: ClassVar[type] = TritonMetadata
 
     def __init__(self, **geometry: Any) -> None:
         super().__init__(**geometry)
@@ -135,26 +137,13 @@ class TritonPagedImpl(PagedAttentionImpl):
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         write_kv_cache(key, value, kv_cache, slot_mapping, **scales, host_scales=self.host_scales)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See PagedAttentionImpl.forward; rows of tokens of no request hold anything."""
-        self.refuse_output_scales(output_scale, output_block_scale)
-        if metadata is None:
-            return output.zero_()
-        if not isinstance(metadata, TritonMetadata):
-            raise foreign_metadata(self, metadata, TritonMetadata)
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, output: torch.Tensor
+    ) -> None:
+        """See PagedKernelImpl.attend; rows of tokens of no request hold anything."""
         count, causal = metadata.num_tokens, metadata.causal
         if not count:
-            return output
+            return
         tensors = (query[:count], kv_cache, output[:count])
         tables = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         if is_traced(query):
@@ -186,7 +175,6 @@ class TritonPagedImpl(PagedAttentionImpl):
                 key_scale=self.key_scale,
                 value_scale=self.value_scale,
             )
-        return output
 
 
 class TritonAttentionBackend(AttentionBackend):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Methods of an impl that a captured graph holds.
-_RUNS = frozenset({"forward", "forward_mqa", "forward_mha", "attend_ragged", "update_kv_cache"})
+_RUNS = frozenset({"forward", "attend", "forward_mqa", "forward_mha", "attend_ragged", "update_kv_cache"})
 
 
 @dataclass
