@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from omni_attn.backends.flash_packages import CONVENTIONS, FLASH_CONVENTION, FLASH_VARIANTS, Convention
-from omni_attn.backends.optional_package import import_symbols
-from omni_attn.errors import BackendImportError
-from omni_attn.facts import PackageRequirement
+from omni_attn.backends.optional_package import import_first
 from omni_attn.ops.layout import unit_stride
 
 
@@ -134,24 +132,9 @@ def import_flash_kernel(variant: str | None, head_size: int) -> FlashKernel:
     label = f"FLASH_ATTN ({variant})"
     variants = [v for v in FLASH_VARIANTS if variant in (None, v.name)]
     packages = [package for v in variants for package in v.facts.packages]
-    by_module: dict[str, list[PackageRequirement]] = {}
-    for package in packages:
-        if not package.lacks_head_size(head_size):
-            by_module.setdefault(package.module, []).append(package)
-    for module, shipped_by in by_module.items():
-        # Several distributions ship one module: which of them this is, its own error text cannot tell.
-        commands = "` or `".join(dict.fromkeys(package.install_command for package in shipped_by))
-        try:
-            functions = import_symbols(label, replace(shipped_by[0], install=commands))
-        except BackendImportError as error:
-            if isinstance(error.__cause__, ModuleNotFoundError) and "not installed" in str(error):
-                continue
-            raise
-        convention = CONVENTIONS.get(module, FLASH_CONVENTION)
-        return keep_kernel(FlashKernel(module, convention=convention, **functions))
-    modules = " or ".join(dict.fromkeys(package.module for package in packages))
-    commands = " or ".join(f"`{package.install_command}`" for package in packages)
-    raise BackendImportError(f"{label}: module {modules} is not installed; install it: {commands}")
+    found, functions = import_first(label, packages, head_size)
+    convention = CONVENTIONS.get(found.module, FLASH_CONVENTION)
+    return keep_kernel(FlashKernel(found.module, convention=convention, **functions))
 
 
 @torch.library.custom_op("omni_attn::flash_attn", mutates_args=())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ import torch
 from omni_attn.backends.flash_kernels import first
 from omni_attn.backends.flash_packages import CONVENTIONS, FLASH_CONVENTION
 from omni_attn.backends.flash_paged_packages import FLASH_PAGED_FACTS, PAGED_FUNCTIONS
-from omni_attn.backends.optional_package import check_keywords, import_symbols
-from omni_attn.errors import BackendImportError
-from omni_attn.facts import PackageRequirement
+from omni_attn.backends.optional_package import check_keywords, import_first
 from omni_attn.ops.layout import unit_stride
 
 #: Of the operator behind FlashAttention 3's function; a build whose operator has other ones is called by the function.
@@ -122,28 +120,12 @@ def import_paged_flash_kernel(variant: str | None, head_size: int) -> PagedFlash
     """
     label = f"FLASH_ATTN ({variant})"
     found = next(v for v in FLASH_PAGED_FACTS.variants if variant in (None, v.name))
-    by_module: dict[str, list[PackageRequirement]] = {}
-    for package in found.facts.packages:
-        if not package.lacks_head_size(head_size):
-            by_module.setdefault(package.module, []).append(package)
-    for module, shipped_by in by_module.items():
-        # Several distributions ship one module: which of them this is, its own error text cannot tell.
-        commands = "` or `".join(dict.fromkeys(package.install_command for package in shipped_by))
-        wanted = replace(shipped_by[0], install=commands)
-        try:
-            function = import_symbols(label, wanted)[PAGED_FUNCTIONS[found.name]]
-        except BackendImportError as error:
-            if isinstance(error.__cause__, ModuleNotFoundError) and "not installed" in str(error):
-                continue
-            raise
-        own = _FA3_KEYWORDS if found.name == "fa3" else _FA4_KEYWORDS
-        check_keywords(label, wanted, function, *own, *_SHARED_KEYWORDS)
-        operator = _operator(module) if found.name == "fa3" else None
-        return keep_paged_kernel(PagedFlashKernel(found.name, module, function, operator))
-    packages = found.facts.packages
-    modules = " or ".join(by_module or dict.fromkeys(package.module for package in packages))
-    commands = " or ".join(f"`{package.install_command}`" for package in packages)
-    raise BackendImportError(f"{label}: module {modules} is not installed; install it: {commands}")
+    package, functions = import_first(label, found.facts.packages, head_size)
+    function = functions[PAGED_FUNCTIONS[found.name]]
+    own = _FA3_KEYWORDS if found.name == "fa3" else _FA4_KEYWORDS
+    check_keywords(label, package, function, *own, *_SHARED_KEYWORDS)
+    operator = _operator(package.module) if found.name == "fa3" else None
+    return keep_paged_kernel(PagedFlashKernel(found.name, package.module, function, operator))
 
 
 def _operator(module: str) -> Callable[..., Any] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omni_attn.errors import BackendImportError
@@ -78,3 +79,35 @@ def broken(label: str, package: PackageRequirement, error: Exception) -> Backend
         f"{label}: {package.module} is installed but broken: {type(error).__name__}: {error}; reinstall "
         f"{package.distribution} for this torch: `{package.install_command}`"
     )
+
+
+def import_first(
+    label: str, packages: Sequence[PackageRequirement], head_size: int
+) -> tuple[PackageRequirement, dict[str, Any]]:
+    """What is imported from the first installed of several packages whose build has the head size.
+
+    Args:
+        label: backend and variant, for error texts.
+
+    Returns:
+        The requirement of that package, with the commands of all that ship its module, and its symbols by name.
+
+    Raises:
+        BackendImportError: none of them is installed, or importing one fails, or a symbol is missing.
+    """
+    by_module: dict[str, list[PackageRequirement]] = {}
+    for package in packages:
+        if not package.lacks_head_size(head_size):
+            by_module.setdefault(package.module, []).append(package)
+    for shipped_by in by_module.values():
+        # Several distributions ship one module: which of them this is, its own error text cannot tell.
+        commands = "` or `".join(dict.fromkeys(package.install_command for package in shipped_by))
+        wanted = replace(shipped_by[0], install=commands)
+        try:
+            return wanted, import_symbols(label, wanted)
+        except BackendImportError as error:
+            if not (isinstance(error.__cause__, ModuleNotFoundError) and "not installed" in str(error)):
+                raise
+    modules = " or ".join(by_module or dict.fromkeys(package.module for package in packages))
+    commands = " or ".join(f"`{package.install_command}`" for package in packages)
+    raise BackendImportError(f"{label}: module {modules} is not installed; install it: {commands}")
