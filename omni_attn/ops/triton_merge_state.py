@@ -72,7 +72,7 @@ def merge_states(
     if not first_THD.numel():
         return lse_HT
     first, second = unit_stride(first_THD), unit_stride(second_THD)
-    out = output_THD if output_THD.stride(-1) == 1 else torch.empty_like(first_THD, dtype=output_THD.dtype)
+    out = output_THD if output_THD.stride(-1) == 1 else output_THD.new_empty(output_THD.shape)
     with on_device(first):
         _merge_kernel[(tokens, heads)](
             first,
