@@ -9,10 +9,9 @@ import torch
 
 from omni_attn.backends.flashinfer_builder import window_left
 from omni_attn.backends.flashinfer_paged_kernels import PagedWrappers, import_paged_wrappers
-from omni_attn.backends.flashinfer_paged_plans import PagedPlan
+from omni_attn.backends.flashinfer_paged_plans import PagedPlan, attend_planned
 from omni_attn.backends.flashinfer_paged_steps import HostStep, host_step
 from omni_attn.backends.flashinfer_plans import shared_workspace
-from omni_attn.backends.flashinfer_shapes import check_offsets
 from omni_attn.backends.paged import (
     CommonAttentionMetadata,
     PagedMetadataBuilder,
@@ -20,7 +19,7 @@ from omni_attn.backends.paged import (
 )
 from omni_attn.backends.paged_impl import PagedKernelImpl
 from omni_attn.errors import MetadataError
-from omni_attn.ops.layout import unit_stride
+from omni_attn.ops.operators import is_traced
 from omni_attn.ops.paged.write import write_kv_cache
 
 _TENSOR_CORE_RATIO = 3
@@ -115,7 +114,7 @@ class FlashInferPagedBuilder(PagedMetadataBuilder):
         plans = self._plans.setdefault(decode, [])
         plan = next((plan for plan in plans if plan.is_free), None)
         if plan is None:
-            plan = PagedPlan(self._wrapper(decode))
+            plan = self._new_plan(decode)
             plans.append(plan)
         return plan
 
@@ -138,9 +137,12 @@ class FlashInferPagedBuilder(PagedMetadataBuilder):
         held = {
             name: torch.zeros(count, dtype=torch.int32, device=self.device) for name, count in buffers.items()
         }
-        plan = self._captured[size] = PagedPlan(self._wrapper(step.decode, held))
+        plan = self._captured[size] = self._new_plan(step.decode, held)
         plan.plan(self.device, **arguments)
         return plan
+
+    def _new_plan(self, decode: bool, held: dict[str, torch.Tensor] | None = None) -> PagedPlan:
+        return PagedPlan(self._wrapper(decode, held), narrow=self.variant != "fa3")
 
     def _wrapper(self, decode: bool, held: dict[str, torch.Tensor] | None = None) -> Any:
         if self._wrappers is None:
@@ -196,10 +198,8 @@ class FlashInferPagedImpl(PagedKernelImpl):
         """See PagedKernelImpl.attend; rows of tokens of no request hold anything."""
         if metadata.plan is None:
             return
-        rows, answered = unit_stride(query[: metadata.num_tokens]), output[: metadata.num_tokens]
-        written = answered if answered.is_contiguous() else torch.empty_like(answered).contiguous()
-        if self.variant != "fa3":
-            check_offsets(rows, written)
-        metadata.plan.run(rows, kv_cache.unbind(1), out=written)
-        if written is not answered:
-            answered.copy_(written)
+        rows, answered = query[: metadata.num_tokens], output[: metadata.num_tokens]
+        if is_traced(query):
+            attend_planned(rows, kv_cache, answered, metadata.plan.number)
+        else:
+            metadata.plan.attend(rows, kv_cache, answered)

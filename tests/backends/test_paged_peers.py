@@ -178,10 +178,10 @@ def test_an_operator_with_other_arguments_is_left_alone() -> None:
     library._destroy()
 
 
-@pytest.mark.parametrize("variant", ["fa3", "fa4"])
-def test_a_compiled_call_is_one_operator(variant: str) -> None:
-    with fake_kernels("FLASH_ATTN", variant):
-        tested = harness("FLASH_ATTN", variant)
+@every_peer
+def test_a_compiled_call_is_one_operator(name: str, variant: str) -> None:
+    with fake_kernels(name, variant):
+        tested = harness(name, variant)
         scene = tested.scene(causal=True)
         impl, builder, cache = tested.ready(scene)
         metadata = builder.build(scene.common)
