@@ -117,6 +117,10 @@ class PagedBackendConformance(PagedHarness):
         assert error < 0.02, f"error {error:.1e} with scales, allowed 2e-2"
         impl.update_kv_cache(scene.key * 1e4, scene.value * 1e4, cache, scene.slot_mapping)
         assert bool(self.attend(scene, (impl, builder, cache)).isfinite().all()), "large numbers became NaN"
+        broken = scene.value.clone()
+        broken[0] = float("nan")
+        impl.update_kv_cache(scene.key, broken, cache, scene.slot_mapping)
+        assert bool(self.attend(scene, (impl, builder, cache))[0].isnan().all()), "NaN became a number"
 
     def test_padded_batch(self) -> None:
         """Requests and tokens of a captured graph that are not in use change nothing for those that are."""

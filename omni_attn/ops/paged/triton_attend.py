@@ -19,6 +19,7 @@ def widened(x, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-unty
         wide = x.to(tl.uint16)
         # Sign, exponent and digits at their places in float16, whose exponents are larger by 8: 2 ** -8 of the number.
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        half |= (((wide & 0x7F) + 1) & 0x80) << 7  # NaN has all bits set, and no other number
         return half.to(tl.float16, bitcast=True).to(dtype)
     else:  # noqa: RET505
         return x.to(dtype)
