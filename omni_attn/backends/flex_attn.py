@@ -23,6 +23,7 @@ from omni_attn.backends.flex_plans import FlexMetadata, FlexMetadataBuilder
 from omni_attn.backends.triton_package import TRITON_PACKAGES
 from omni_attn.facts import BackendFacts, CapabilityRange, HeadSizes
 from omni_attn.facts.backend import BFLOAT16, FLOAT16, FLOAT32
+from omni_attn.ops.layout import fits_int32
 from omni_attn.ops.segments import attend_segments, empty_attention
 
 
@@ -82,6 +83,8 @@ class FlexAttentionImpl(AttentionImpl):
         tensors = (plan.block_mask, plan.bias, plan.unused_keys)
         if _is_compiling():
             return flex_kernels.attend(query, key, value, *tensors, self.softmax_scale, with_lse)
+        # What torch compiles may count a view's offsets in 32 bits.
+        query, key, value = (x if fits_int32(x) else x.contiguous() for x in (query, key, value))
         # All that makes torch compile again: one function has only so many compilations.
         layouts = (query.stride(), key.stride(), value.stride(), query.device)
         grads = (torch.is_grad_enabled(), query.requires_grad, key.requires_grad, value.requires_grad)

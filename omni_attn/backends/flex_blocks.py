@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
+from omni_attn.ops.masks import sequence_of
+
 TILE = 128
 #: (batch, head, query, key) as integer tensors -> True where the query sees the key.
 Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -92,12 +94,11 @@ def document_rule(
     window: tuple[int, int] | None,
 ) -> Rule:
     """Packed sequences with int32 boundaries [N + 1] on the device; see ops.masks.document_mask."""
-    ends_q, ends_k = cu_seqlens_q[1:].contiguous(), cu_seqlens_k[1:].contiguous()
+    ends_q, ends_k = cu_seqlens_q[1:], cu_seqlens_k[1:]
     count = ends_q.numel()
     token_q = torch.arange(lengths[0], device=ends_q.device)
     token_k = torch.arange(lengths[1], device=ends_q.device)
-    document_q = torch.searchsorted(ends_q, token_q, right=True)
-    document_k = torch.searchsorted(ends_k, token_k, right=True)
+    document_q, document_k = sequence_of(cu_seqlens_q, token_q), sequence_of(cu_seqlens_k, token_k)
     # Counted from the end of its own sequence, so that the last query stands at the last key.
     position_q = token_q - ends_q[document_q.clamp(max=count - 1)]
     position_k = token_k - ends_k[document_k.clamp(max=count - 1)]

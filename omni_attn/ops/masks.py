@@ -23,6 +23,14 @@ def position_mask(
     return _in_sight(position, key, causal, window)
 
 
+def sequence_of(cu_seqlens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Of each token the sequence, whose boundaries [N + 1] begin with 0; N behind the last one.
+
+    All boundaries are searched, since torch's compiler searches no part of a tensor that it makes itself.
+    """
+    return torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
+
+
 def document_mask(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -35,12 +43,11 @@ def document_mask(
 
     Boundaries are int32 [N + 1] on the device and stay there. Tokens behind the last boundary see nothing.
     """
-    starts_q, ends_q = cu_seqlens_q[:-1], cu_seqlens_q[1:].contiguous()
-    starts_k, ends_k = cu_seqlens_k[:-1], cu_seqlens_k[1:].contiguous()
+    starts_q, ends_q = cu_seqlens_q[:-1], cu_seqlens_q[1:]
+    starts_k, ends_k = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     token_q = torch.arange(lengths[0], device=ends_q.device)
     token_k = torch.arange(lengths[1], device=ends_k.device)
-    document_q = torch.searchsorted(ends_q, token_q, right=True)
-    document_k = torch.searchsorted(ends_k, token_k, right=True)
+    document_q, document_k = sequence_of(cu_seqlens_q, token_q), sequence_of(cu_seqlens_k, token_k)
     last = ends_q.numel() - 1
     own_q, own_k = document_q.clamp(max=last), document_k.clamp(max=last)
     shift = (ends_k - starts_k)[own_q] - (ends_q - starts_q)[own_q]
