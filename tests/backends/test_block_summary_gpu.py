@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs an NVIDIA GPU, found none on this machine"
     ),
+    pytest.mark.filterwarnings("default"),  # kernel packages warn about much that is not ours
 ]
 TOKENS = 1300  # 11 blocks, the last one of 20
 

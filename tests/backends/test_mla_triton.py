@@ -67,15 +67,16 @@ class TestTritonAttention(MLABackendConformance):
         return TritonAttentionBackend
 
     def test_steps_of_other_lengths_compile_nothing_anew(self) -> None:
-        """What a second step has otherwise becomes dynamic."""
+        """What a second step has otherwise becomes dynamic; a page table of one column would be a case of its own."""
         compiled = CompileCounterWithBackend("aot_eager")
         torch.compiler.reset()
-        layer = self.layer(self.scene())
+        page = self.block_sizes[-1]
+        layer = self.layer(self.scene(block_size=page))
         run = torch.compile(layer, fullgraph=True, backend=compiled)
         counts = []
         assert layer.impl is not None
         for lengths in (((1, 9), (1, 30), (4, 12)), ((1, 50),) * 3 + ((9, 20),), ((1, 140),) * 7 + ((5, 9),)):
-            scene = self.scene(lengths)
+            scene = self.scene(lengths, block_size=page)
             layer.impl.latent_scale = 1.5 + len(lengths)  # as layers of one model may have each its own
             groups = init_attention_groups([layer], {"self": scene.pages.spec}, scene.query.device)
             call = make_step(groups, {"self": scene.common}, {"layer": self.filled(scene, layer)})["layer"]
@@ -167,6 +168,7 @@ class TestTritonLarge(TestTritonAttention):
     heads = 128
     latent, rope, nope, value = 512, 64, 128, 128
     block_sizes = (64, 16)
+    tolerance: float | None = 4e-2  # absorbed queries and what they attend to are rounded as well
 
 
 class TestTritonFewHeads(TestTritonLarge):
@@ -176,3 +178,4 @@ class TestTritonFewHeads(TestTritonLarge):
 class TestTritonSingle(TestTritonLarge):
     dtype = torch.float32
     heads = 4
+    tolerance = None

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs an NVIDIA GPU, found none on this machine"
     ),
+    pytest.mark.filterwarnings("default"),  # kernel packages warn about much that is not ours
 ]
 
 

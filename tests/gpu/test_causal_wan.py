@@ -22,13 +22,13 @@ from tests.gpu.machine import on_gpu
 pytestmark = on_gpu
 
 TIMESTEPS = (1000.0, 700.0, 350.0)
-HEADS_OF_64 = {"num_attention_heads": 2, "attention_head_dim": 64}
+TWO_HEADS = {"num_attention_heads": 2, "attention_head_dim": 128}
 BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN")
 
 
 def pipeline_of(backend: str | None, device: str, dtype: str) -> CausalWanPipeline:
     """A window that forgets, on the same seeded weights everywhere."""
-    config = dataclasses.replace(WAN_PRESETS["wan-tiny"].transformer, **HEADS_OF_64)
+    config = dataclasses.replace(WAN_PRESETS["wan-tiny"].transformer, **TWO_HEADS)
     plan = CachePlan(frame_tokens=96, window_frames=5, sink_frames=1, block_size=8, dtype=dtype)
     chosen: Any = None if backend is None else {"default": backend}
     try:
@@ -56,11 +56,22 @@ def stream(pipeline: CausalWanPipeline, device: str, **options: Any) -> torch.Te
     return pipeline(prompt, noise, generator=torch.Generator().manual_seed(2), **options).cpu()
 
 
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, of the whole."""
+    return float((found.cpu() - wanted.cpu()).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
+def test_a_video_is_that_of_the_cpu(backend: str) -> None:
+    """In float32: what a sampler makes of bfloat16 goes its own way."""
+    wanted = stream(pipeline_of("TORCH_SDPA", "cpu", "float32"), "cpu")
+    assert error(stream(pipeline_of(backend, "cuda", "float32"), "cuda"), wanted) < 2e-2
+
+
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_chunks_are_those_of_the_cpu(backend: str | None) -> None:
-    wanted = stream(pipeline_of("TORCH_SDPA", "cpu", "float32"), "cpu")
-    found = stream(pipeline_of(backend, "cuda", "bfloat16"), "cuda")
-    assert float((found - wanted).norm() / wanted.norm()) < 0.2  # bfloat16 alone is 0.08 away
+    wanted, rounded = (said(pipeline_of("TORCH_SDPA", "cpu", dtype)) for dtype in ("float32", "bfloat16"))
+    assert error(said(pipeline_of(backend, "cuda", "bfloat16")), wanted) < 1.5 * error(rounded, wanted)
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
@@ -71,16 +82,22 @@ def test_a_graph_gives_what_eager_steps_give(backend: str | None, scale: float) 
     A graph is planned for the longest history, so that a kernel may sum in another order.
     """
     pipeline = pipeline_of(backend, "cuda", "bfloat16")
-    prompt, noise = inputs("cuda")
-    found = []
-    for mode in ("NONE", "FULL_DECODE_ONLY"):
-        video = pipeline.start(prompt, num_frames=11, guidance_scale=scale, cudagraph_mode=mode)
-        if mode != "NONE" and not video.stepper.decision.final.has_full_cudagraphs():
-            pytest.skip(f"{backend}: {video.stepper.decision}")
-        with torch.inference_mode():
-            found.append(torch.cat([velocity(video, noise[:, :, at : at + 3]) for at in (0, 3, 6)], dim=2))
-        assert video.stepper.replays == (0 if mode == "NONE" else 3)
-    assert float((found[0] - found[1]).norm() / found[0].norm()) < 2e-2
+    eager, replayed = (said(pipeline, scale, mode) for mode in ("NONE", "FULL_DECODE_ONLY"))
+    assert error(replayed, eager) < 4e-2  # bfloat16 alone is 6e-2 away from float32
+
+
+def said(pipeline: CausalWanPipeline, scale: float = 1.0, mode: str = "NONE") -> torch.Tensor:
+    """What the model says of three chunks; skips a backend without graphs that is asked for one."""
+    device = next(pipeline.transformer.parameters()).device.type
+    prompt, noise = inputs(device)
+    video = pipeline.start(prompt, num_frames=11, guidance_scale=scale, cudagraph_mode=mode)
+    graphs = video.stepper.decision.final.has_full_cudagraphs()
+    if mode != "NONE" and not graphs:
+        pytest.skip(str(video.stepper.decision))
+    with torch.inference_mode():
+        found = torch.cat([velocity(video, noise[:, :, at : at + 3]) for at in (0, 3, 6)], dim=2)
+    assert video.stepper.replays == (3 if graphs else 0)
+    return found
 
 
 def velocity(video: CausalVideo, latents: torch.Tensor) -> torch.Tensor:
@@ -90,9 +107,9 @@ def velocity(video: CausalVideo, latents: torch.Tensor) -> torch.Tensor:
     video.cache.open(latents.shape[2])
     rope = model.rope((3, 8, 12), video.first_frame)
     time = torch.full((len(batch),), 500.0, device=batch.device)
-    said = video.stepper.velocity(batch, time, rope).clone().float()  # the next call may write there
+    answer = video.stepper.velocity(batch, time, rope).clone().float()  # the next call may write there
     video.cache.commit()
-    return said
+    return answer
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])

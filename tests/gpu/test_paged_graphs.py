@@ -36,7 +36,7 @@ def world_of(name: str, variant: str | None, level: AttentionCGSupport) -> World
     """A model on that backend; skips what this machine refuses, and levels that the facts do not claim."""
     spec: Any = {"backend": name} | ({} if variant is None else {"variant": variant})
     try:
-        world = World.make({"default": spec}, device="cuda", dtype=torch.bfloat16, layers=3, head_size=64)
+        world = World.make({"default": spec}, device="cuda", dtype=torch.bfloat16, layers=3, head_size=128)
     except (BackendRejectedError, BackendImportError) as refusal:
         pytest.skip(f"{name} {variant or ''}: {refusal}")
     claimed = min(cudagraph_supports(world.groups).values())

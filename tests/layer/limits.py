@@ -129,6 +129,8 @@ def _of_parts(
 
 
 def _parts(record: AttentionMetadata, lengths: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    for kept in record.kv_lengths or ():
+        yield lengths[0], kept
     if record.packed_padding is not None:
         yield record.packed_padding.q_length, record.packed_padding.kv_length
     if record.cu_seqlens_q is not None:

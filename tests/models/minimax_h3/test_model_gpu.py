@@ -17,6 +17,7 @@ from tests.models.minimax_h3.tiny_models import build_inputs, build_model, cast_
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # torch tells once that its watch over waits is a prototype
 ]
 CHOICES: list[dict[str, Any]] = [{}, SPARSE]
 PADDED = 256
