@@ -39,8 +39,15 @@ _DECODE = (
     MLATile(32, 16, 4, 2),
     MLATile(16, 16, 4, 1),
 )
-_NARROW = (MLATile(16, 32, 8, 3), MLATile(16, 32, 8, 2), MLATile(16, 16, 8, 2), MLATile(16, 16, 4, 1))
+_NARROW = (
+    MLATile(16, 64, 8, 3),
+    MLATile(16, 32, 8, 3),
+    MLATile(16, 32, 8, 2),
+    MLATile(16, 16, 8, 2),
+    MLATile(16, 16, 4, 1),
+)
 _PREFILL = (
+    MLATile(128, 64, 8, 3),
     MLATile(128, 64, 8, 2),
     MLATile(64, 64, 4, 2),
     MLATile(64, 32, 4, 2),
@@ -126,5 +133,9 @@ class _Sizes(NamedTuple):
 
     def bytes_of(self, tile: MLATile) -> int:
         """Shared memory; float32 as two TF32 parts."""
-        elements = tile.rows * self.row + tile.keys * (tile.num_stages * self.step + self.beside)
+        each = tile.num_stages * self.step + self.beside
+        if tile.rows < 64 and tile.num_stages > 2 and self.item_bytes == 2:
+            # Small products read a stage into registers before the next one is fetched, and need nothing beside.
+            each = (tile.num_stages - 1) * self.step
+        elements = tile.rows * self.row + tile.keys * each
         return elements * (8 if self.item_bytes == 4 else 2) + 4096
