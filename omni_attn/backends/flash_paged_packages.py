@@ -87,6 +87,7 @@ FLASH_PAGED_FACTS = BackendFacts.of(
                     ),
                 ),
                 packages=PAGED_FA4_PACKAGES,
+                tested_on=("sm_90 (H200)",),
             ),
         ),
     ),

@@ -29,11 +29,12 @@ _PAGED = replace(
     head_masks=True,
     causal_with_mask=False,
     lse=False,
-    compile_mode="eager_only",
+    compile_mode="custom_op",
     sequence_parallel=frozenset(),
     cache=CacheFacts(
         block_sizes=(MultipleOf(base=1),), host_lengths=True, cudagraph=AttentionCGSupport.ALWAYS
     ),
+    tested_on=("sm_90 (H200)",),
 )
 FLASHINFER_PAGED_FACTS = BackendFacts.of(
     _PAGED,

@@ -38,6 +38,7 @@ FACTS = BackendFacts(
         kinds=frozenset({"mla"}),
         cudagraph=AttentionCGSupport.UNIFORM_BATCH,
     ),
+    tested_on=("sm_90 (H200)",),
 )
 
 
