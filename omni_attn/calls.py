@@ -56,10 +56,10 @@ def check_prepared(where: str, made: Prepared, query: torch.Tensor, lengths: tup
     Raises:
         MetadataError: other lengths, another batch size or another device than the record was prepared for.
     """
-    if made.lengths != lengths:
+    if made.call_lengths != lengths:
         raise MetadataError(
-            f"{where}: the record was prepared for {made.lengths[0]} query and {made.lengths[1]} key tokens, the "
-            f"call has {lengths[0]} and {lengths[1]}: prepare each kind of call with its own record and lengths"
+            f"{where}: the record was prepared for {made.call_lengths[0]} query and {made.call_lengths[1]} key tokens, "
+            f"the call has {lengths[0]} and {lengths[1]}: prepare each kind of call with its own record and lengths"
         )
     if made.mask_batch is not None and made.mask_batch != query.shape[0]:
         raise MetadataError(

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+from torch import distributed
+
 from omni_attn import __version__
 from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.registry import load_backend, registered_names
@@ -155,4 +158,16 @@ def _versions(device: DeviceInfo) -> dict[str, str]:
     except PackageNotFoundError:
         versions["triton"] = "not installed"
     versions["cudnn"] = device.cudnn_text or "none"
+    versions["parallel"] = _collectives()
     return versions
+
+
+def _collectives() -> str:
+    """What processes that share a sequence can exchange through here, and over how many devices."""
+    found = []
+    if distributed.is_available() and distributed.is_nccl_available():
+        version_of_nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found.append(f"nccl {version_of_nccl} over {torch.cuda.device_count()} GPUs")
+    if distributed.is_available() and distributed.is_gloo_available():
+        found.append("gloo on the CPU")
+    return ", ".join(found) or "no collectives in this PyTorch"

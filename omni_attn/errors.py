@@ -8,6 +8,7 @@ OmniAttnError
   MissingExtraError(ImportError)     a library of an extra, outside attention itself, is not installed
   MetadataError(ValueError)          the input of a step does not fit what the layer or the backend can express
   KVCacheError(RuntimeError)         no room for what a step adds to a KV cache, or pages used against its rules
+  ParallelError(RuntimeError)        another of the processes that share a sequence failed: its error, on every one
 
 Each text says what was asked, why it cannot be, and what to do. The command line prints it and exits with 2.
 This module imports nothing, so that every other one can raise from here.
@@ -85,3 +86,17 @@ class MetadataError(OmniAttnError, ValueError):
 
 class KVCacheError(OmniAttnError, RuntimeError):
     """A KV cache has no room for more tokens or streams, or a page or stream is used out of turn."""
+
+
+class ParallelError(OmniAttnError, RuntimeError):
+    """A process that shares the sequence failed, and the others stop with it; each raises the same text.
+
+    Attributes:
+        rank: of the process that failed first.
+        exit_code: 2 where it met an error of this tree, else 1; what the others end with too.
+        first: what that process says itself; empty where it says nothing any more.
+    """
+
+    def __init__(self, text: str, *, rank: int = 0, exit_code: int = 1, first: str = "") -> None:
+        super().__init__(text)
+        self.rank, self.exit_code, self.first = rank, exit_code, first

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from omni_attn.config import TunedFor
+from omni_attn.config import ParallelConfig, TunedFor
 from omni_attn.config.names import nearest
 from omni_attn.errors import BackendRejectedError, ConfigError, NoBackendError
 from omni_attn.explanation import PipelineExplanation, RoleExplanation
@@ -19,6 +19,8 @@ from omni_attn.facts import AttentionRequest, DeviceInfo, Verdict
 from omni_attn.models import get_family
 from omni_attn.models.family import CachedChoice
 from omni_attn.models.runtime import resolve_device, resolve_dtype
+from omni_attn.parallel import use_parallel
+from omni_attn.parallel.dispatch import describe_split
 from omni_attn.platforms import OmniPlatform, current_omni_platform
 from omni_attn.selector import PLATFORM_DEFAULT, collect_attention_requests, select, use_attention_config
 
@@ -51,11 +53,12 @@ def explain_pipeline(config: PipelineConfig, platform: OmniPlatform | None = Non
         device=platform.device,
         dtype=dtype,
         roles=tuple(
-            explain_request(request, config.attention, platform, layers=layers)
+            explain_request(request, config.attention, platform, layers=layers, ranks=config.parallel)
             for request, layers in requests.items()
         ),
         unmatched=unmatched_roles(config.attention, requests),
         notes=tuned_elsewhere(config.tuned_for, measured_on(platform.device, dtype, requests)),
+        ranks=None if config.parallel.mode is None else config.parallel,
     )
 
 
@@ -103,10 +106,15 @@ def tuned_elsewhere(tuned: TunedFor | None, here: TunedFor) -> tuple[str, ...]:
 
 
 def collect_requests(config: PipelineConfig, platform: OmniPlatform, dtype: str) -> Counter[AttentionRequest]:
-    """Every distinct request of the pipeline's models with its number of layers, in order of construction."""
+    """Every distinct request of the pipeline's models with its number of layers, in order of construction.
+
+    Where the sequence is split over ranks, as the first of them builds its models.
+    """
     family = get_family(config.pipeline)
-    lengths = family.attention_lengths(config)
+    with use_parallel(config.parallel):
+        lengths = family.attention_lengths(config)
     with (
+        use_parallel(config.parallel),
         use_attention_config(config.attention, platform=platform, dtype=dtype, lengths=lengths),
         collect_attention_requests() as layers,
     ):
@@ -115,12 +123,24 @@ def collect_requests(config: PipelineConfig, platform: OmniPlatform, dtype: str)
 
 
 def explain_request(
-    request: AttentionRequest, config: AttentionConfig, platform: OmniPlatform, *, layers: int = 1
+    request: AttentionRequest,
+    config: AttentionConfig,
+    platform: OmniPlatform,
+    *,
+    layers: int = 1,
+    ranks: ParallelConfig | None = None,
 ) -> RoleExplanation:
-    """Selects for one request; a refused choice becomes part of the answer instead of an error."""
+    """Selects for one request among ranks; what is refused becomes part of the answer instead of an error."""
+    refusals, parallel, selection = [], None, None
+    try:
+        parallel = None if ranks is None else describe_split(request, ranks)
+    except ConfigError as error:
+        refusals.append(str(error))
     try:
         selection = select(request, config, platform)
     except (BackendRejectedError, NoBackendError, ConfigError) as error:
+        refusals.append(str(error))
+    if selection is None or refusals:
         spec, source = config.resolve(request.role, request.role_category)
         return RoleExplanation(
             request=request,
@@ -130,7 +150,8 @@ def explain_request(
             backend=None,
             variant=None,
             verdicts=_verdicts(spec, request, platform),
-            refusal=str(error),
+            refusal="\n".join(refusals),
+            parallel=parallel,
         )
     return RoleExplanation(
         request=request,
@@ -141,6 +162,7 @@ def explain_request(
         variant=selection.variant,
         verdicts=selection.verdicts,
         refusal=None,
+        parallel=parallel,
         cache=None
         if request.kv_cache is None
         else selection.backend_cls.get_cache_facts(selection.variant, request.kv_cache.kind),

@@ -11,7 +11,7 @@ from omni_attn.facts import AttentionRequest, CacheFacts, DeviceInfo, Verdict
 from omni_attn.plain import to_plain
 
 if TYPE_CHECKING:
-    from omni_attn.config import AttentionSpec
+    from omni_attn.config import AttentionSpec, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class RoleExplanation:
         verdicts: one per candidate, in the order in which they were asked.
         refusal: the full error text of a refused choice, else None.
         cache: what the chosen kernel takes of a paged KV cache; None without a cache, or for a refused choice.
+        parallel: what the ranks do with the sequence; None in one process, or where they cannot split it.
     """
 
     request: AttentionRequest
@@ -38,12 +39,18 @@ class RoleExplanation:
     verdicts: tuple[Verdict, ...]
     refusal: str | None
     cache: CacheFacts | None = None
+    parallel: str | None = None
 
     @property
     def label(self) -> str:
         """Backend and variant that run, as a Verdict's; "nothing" for a refused choice."""
-        chosen = next((verdict for verdict in self.verdicts if verdict.accepted), None)
-        return "nothing" if chosen is None else chosen.label
+        return "nothing" if self.chosen is None else self.chosen.label
+
+    @property
+    def chosen(self) -> Verdict | None:
+        """The verdict on what runs; None for a refused choice, also where it is the ranks that are refused."""
+        accepted = (verdict for verdict in self.verdicts if verdict.accepted)
+        return None if self.backend is None else next(accepted, None)
 
     @property
     def cache_line(self) -> str | None:
@@ -68,6 +75,7 @@ class RoleExplanation:
             "variant": self.variant,
             "source": self.source,
             "spec": to_plain(self.spec),
+            "parallel": self.parallel,
             **({} if self.request.kv_cache is None else {"kv_cache": self._cache_dict()}),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
@@ -93,6 +101,7 @@ class PipelineExplanation:
     Attributes:
         unmatched: key path -> what is wrong, for each key of `per_role` that no layer of the model answers to.
         notes: what a person should know beside that: a tuned file that was measured on another machine.
+        ranks: over which the sequence is split; None in one process.
     """
 
     device: DeviceInfo
@@ -100,6 +109,7 @@ class PipelineExplanation:
     roles: tuple[RoleExplanation, ...]
     unmatched: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    ranks: ParallelConfig | None = None
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -116,10 +126,14 @@ class PipelineExplanation:
             raise BackendRejectedError("\n".join(self.refusals))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the device and its facts, the dtype, the roles, and the notes."""
+        """Plain data for JSON: the device and its facts, the dtype, the ranks, the roles, and the notes."""
         return {
             "device": to_plain(self.device),
             "dtype": self.dtype,
+            "parallel": None if self.ranks is None else self._ranks_dict(self.ranks),
             "roles": [role.to_dict() for role in self.roles],
             "notes": list(self.notes),
         }
+
+    def _ranks_dict(self, ranks: ParallelConfig) -> dict[str, Any]:
+        return {"processes": ranks.size, "mode": ranks.mode, **ranks.model_dump()}

@@ -16,6 +16,10 @@ from omni_attn.backends.metadata import AttentionMetadata, Prepared
 from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest, KVCacheSpec
+from omni_attn.parallel.context import Parallel, current_parallel
+from omni_attn.parallel.dispatch import split_layer
+from omni_attn.parallel.joint import JointTokens, check_joint, join_streams, split_joint
+from omni_attn.parallel.runner import NOT_SPLIT
 from omni_attn.products import build_prepared
 from omni_attn.routes import (
     Route,
@@ -53,6 +57,7 @@ class Attention(nn.Module):
             subclass the impl it replaces.
         custom_attention: a module called as (query, key, value, metadata) in place of any backend; it owns its
             communication and requires skip_sequence_parallel=True.
+        sequence_parallel: None = as the ranks in force are configured (`use_parallel`), or not at all without such.
         skip_sequence_parallel: run on each rank's own tensors, whatever the parallel configuration.
         config: the choice of backends for this layer alone.
         prefix: the layer's name in the model, for reports; options that go by layer number find it in there.
@@ -61,7 +66,8 @@ class Attention(nn.Module):
     Raises:
         BackendRejectedError, NoBackendError, BackendImportError, ConfigError: see select; nothing is built then.
         TypeError: an override does not subclass the selected impl.
-        ValueError: a field is out of range, kv_cache, or custom_attention without skip_sequence_parallel.
+        ValueError: a field is out of range, kv_cache, custom_attention without skip_sequence_parallel, or a
+            sequence_parallel that is not that of the ranks in force.
     """
 
     def __init__(
@@ -99,7 +105,13 @@ class Attention(nn.Module):
                 f'role "{role}": kv_cache= makes a layer whose keys and values lie in pages, and Attention takes them '
                 "from its arguments: build a PagedAttention with it, and a prefix"
             )
-        scope = current_scope()
+        scope, ranks = current_scope(), current_parallel()
+        parallel = None if skip_sequence_parallel else ranks
+        if parallel is not None and sequence_parallel not in (None, parallel.mode):
+            raise ValueError(
+                f'role "{role}": sequence_parallel={sequence_parallel!r}, and the ranks in force are connected for '
+                f"{parallel.mode}: leave it out, or connect them for it"
+            )
         hints = scope.lengths.get(role, (None, None))
         self.request = AttentionRequest(
             role=role,
@@ -116,7 +128,7 @@ class Attention(nn.Module):
             max_seqlen_q=hints[0] if max_seqlen_q is None else max_seqlen_q,
             max_seqlen_k=hints[1] if max_seqlen_k is None else max_seqlen_k,
             video_grid=video_grid,
-            sequence_parallel=None if skip_sequence_parallel else sequence_parallel,
+            sequence_parallel=_mode(sequence_parallel, parallel) if not skip_sequence_parallel else None,
             requires_grad=requires_grad,
             compile=compile,
             window=window,
@@ -137,17 +149,23 @@ class Attention(nn.Module):
         self.routes_taken: Counter[str] = Counter()
         self._calibration: LayerCalibration | None = None
         self._config, self._platform = scope.config_for(config), scope.platform_or_current()
+        self._is_among_ranks = ranks is not None
+        states_only = scope.collected is not None
+        self._split = None if parallel is None or states_only else split_layer(self.request, parallel)
         routes: tuple[Route, ...] = ()
         if custom_attention is None and scope.collected is None:
-            routes = build_routes(self.request, self._config, self._platform, self.impl_overrides)
+            routes = self._build_routes(self.request)
         elif custom_attention is None and scope.collected is not None:
             scope.collected.append(CollectedLayer(self.request, prefix))
         self._settle(routes)
 
+    def _build_routes(self, request: AttentionRequest) -> tuple[Route, ...]:
+        return build_routes(request, self._config, self._platform, self.impl_overrides, self._split)
+
     def _settle(self, routes: tuple[Route, ...]) -> None:
         """Takes on constructed routes; none = the layer is custom, or was only asked for its request."""
         self._routes = routes
-        self._impls = tuple(route.impl for route in routes)
+        self._called = tuple(route.called for route in routes)
         self._dtypes: tuple[torch.dtype, ...] = ()
         self.group_id = "custom_attention" if self.custom_attention is not None else "not selected"
         for route in routes:
@@ -174,7 +192,14 @@ class Attention(nn.Module):
     @property
     def impl(self) -> AttentionImpl | None:
         """The selected backend's object of this layer; None with custom_attention."""
-        return self._impls[0] if self._impls else None
+        return self._routes[0].impl if self._routes else None
+
+    @property
+    def parallel(self) -> str | None:
+        """What the ranks do with this layer's sequence, in words; None for a layer that was built without ranks."""
+        if self._split is not None:
+            return self._split.describe()
+        return NOT_SPLIT if self._is_among_ranks else None
 
     @property
     def active_route(self) -> Route | None:
@@ -308,16 +333,23 @@ class Attention(nn.Module):
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
         """The whole way: tensors against the layer, the record against the call, extra inputs against the backend."""
+        joint, beside = split_joint(metadata.layer_inputs if metadata is not None else {})
+        stated = JointTokens() if metadata is None else JointTokens.of(metadata)
+        check_joint(self.request, joint, stated, query)
+        if self._split is None:
+            query, key, value = join_streams(self.request, query, key, value, joint, stated.order)
+            joint = {}
         lengths = self._check_call(query, key, value)
         made = self._find_prepared(metadata, lengths)
-        route, impl = self._routes[made.route], self._impls[made.route]
+        route, impl = self._routes[made.route], self._called[made.route]
         check_prepared(route.label, made, query, lengths)
-        inputs = layer_inputs_of(self._routes, route, metadata.layer_inputs if metadata is not None else {})
-        output = impl.forward(query, key, value, made.product, **inputs)
+        inputs = layer_inputs_of(self._routes, route, beside)
+        output = impl.forward(query, key, value, made.product, **inputs, **joint)
         if not _is_compiling():
             self._active = made
             dtypes = (query.dtype, key.dtype, value.dtype)
-            self._last = (made, (query.shape, key.shape, value.shape, *dtypes), impl)
+            call = (query.shape, key.shape, value.shape, *dtypes)
+            self._last = _NO_CALL if beside or stated.key else (made, call, impl)
         return output
 
     def _find_prepared(self, metadata: AttentionMetadata | None, lengths: tuple[int, int]) -> Prepared:
@@ -326,19 +358,22 @@ class Attention(nn.Module):
         Compiled code only reads what was prepared; a call without a record is simple enough to build in a trace.
         """
         if _is_compiling():
-            if metadata is None:
+            if metadata is None and self._split is None:
                 return Prepared(self._routes[0].builder.build(AttentionMetadata(), lengths), lengths)
-            made = metadata.prepared(self.group_id)
+            made = None if metadata is None else metadata.prepared(self.group_id)
             if made is None:
                 raise MetadataError(
                     f'role "{self.role}": the record was not prepared before compiled code; call '
                     "prepare_attention(model, {role: record}, lengths) outside of it"
                 )
             return made
-        if metadata is None:
-            return self.prepare(self._own_record, lengths)
-        self._check_mask_usage(metadata)
-        return metadata.prepared(self.group_id) or self.prepare(metadata, lengths)
+        record = self._own_record if metadata is None else metadata
+        self._check_mask_usage(record)
+        made = None if metadata is None else metadata.prepared(self.group_id)
+        if made is None and self._split is not None:
+            # Other ranks may have another number of tokens in each call, so nothing is kept.
+            return build_prepared(self._routes, record, lengths, own=True)
+        return made or self.prepare(record, lengths)
 
     def _check_mask_usage(self, record: AttentionMetadata) -> None:
         if self.request.mask_usage == "never" and record.attn_mask is not None and record.mask_mode != "none":
@@ -350,11 +385,11 @@ class Attention(nn.Module):
     def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
         if not self._routes:
             raise MetadataError(f'role "{self.role}": this layer only stated its request, it cannot run')
-        if self.request.sequence_parallel is not None:
+        if self.request.sequence_parallel is not None and self._split is None:
             raise MetadataError(
-                f'role "{self.role}": sequence_parallel={self.request.sequence_parallel!r} was stated, and this '
-                "version does not communicate: it would attend to one rank's tokens only. Leave it out to run on one "
-                "device"
+                f'role "{self.role}": sequence_parallel={self.request.sequence_parallel!r} was stated, and no ranks '
+                "were in force when the layer was built: it would attend to one rank's tokens only. Build it inside "
+                "use_parallel, or leave it out to run on one device"
             )
         lengths = check_tensors(self.request, query, key, value)
         if _is_compiling():
@@ -377,7 +412,7 @@ class Attention(nn.Module):
                 current.variant,
                 current.index,
             ):
-                self._settle(build_routes(request, self._config, self._platform, self.impl_overrides))
+                self._settle(self._build_routes(request))
         except BackendRejectedError as error:
             raise MetadataError(f"{error} (dtype found in a call)") from error
         self._dtype = dtype
@@ -387,6 +422,10 @@ class Attention(nn.Module):
         return (
             f"role={self.role!r}, heads={self.request.num_heads}x{self.request.head_size}, runs={self.route}"
         )
+
+
+def _mode(stated: SequenceParallel | None, parallel: Parallel | None) -> SequenceParallel | None:
+    return parallel.mode if stated is None and parallel is not None else stated
 
 
 def prepare_attention(
@@ -399,7 +438,8 @@ def prepare_attention(
     Args:
         model: module whose Attention layers are prepared.
         records: role -> what the calls of that role look like; roles not named stay unprepared.
-        lengths: role -> (query tokens, key tokens), for every role in records.
+        lengths: role -> (query tokens, key tokens), for every role in records: of the whole sequence, joint streams
+            included, where the layers split it over ranks; what each rank has for layers that do not.
 
     Raises:
         MetadataError: a role that no layer has or that lacks lengths; one record for calls of different lengths; or

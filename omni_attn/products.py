@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_attn.backends.metadata import BINDING_FIELDS, AttentionMetadata, Prepared
 from omni_attn.errors import MetadataError
+from omni_attn.parallel.joint import JointTokens, check_order
+from omni_attn.parallel.runner import ParallelBuilder
+from omni_attn.parallel.views import in_key_order
 from omni_attn.routes import Route
 
 if TYPE_CHECKING:
@@ -17,21 +21,31 @@ _logged: set[tuple[str, str]] = set()
 
 
 def build_prepared(
-    routes: tuple[Route, ...], record: AttentionMetadata, lengths: tuple[int, int]
+    routes: tuple[Route, ...], record: AttentionMetadata, lengths: tuple[int, int], *, own: bool = False
 ) -> Prepared:
     """What the first route that can express the record makes of it.
+
+    Args:
+        own: `lengths` are of this rank's call alone, and every rank asks the others for theirs.
 
     Raises:
         MetadataError: the first route's refusal, if none can.
     """
+    check_order(routes[0].selection.request, JointTokens.of(record))
+    split = routes[0].split
+    # Once for all routes: ranks may differ in what they refuse, and not in what they exchange.
+    counts = split.parallel.everyone.share_counts(lengths) if own and split is not None else None
     reads: frozenset[str] = frozenset()
     refusals: list[MetadataError] = []
     for index, route in enumerate(routes):
         # A refusal may rest on any field that its builder reads.
-        reads = reads | frozenset(route.builder.reads)
+        reads = reads | frozenset(route.prepares.reads)
         try:
             _check_heads(route, record)
-            product = build_product(route.builder, record, lengths)
+            whole = record
+            if route.split is None:
+                whole = in_key_order(record, lengths, causal=route.selection.request.causal)
+            product = build_product(route.prepares, whole, lengths, counts)
         except MetadataError as error:
             refusals.append(MetadataError(f"{route.label}: {error}"))
             continue
@@ -54,9 +68,15 @@ def build_prepared(
 
 
 def build_product(
-    builder: AttentionMetadataBuilder, record: AttentionMetadata, lengths: tuple[int, int]
+    builder: AttentionMetadataBuilder | ParallelBuilder,
+    record: AttentionMetadata,
+    lengths: tuple[int, int],
+    counts: Sequence[tuple[int, ...]] | None = None,
 ) -> object:
     """What a builder makes of a record, none of whose binding fields it may overlook.
+
+    Args:
+        counts: (query tokens, key tokens) of the call on every rank; None = even shares of `lengths`.
 
     Raises:
         MetadataError: the record states what the builder does not read, or cannot express.
@@ -69,6 +89,8 @@ def build_product(
             f"cannot honour {', '.join(sorted(unread))}; TORCH_SDPA does: choose it for this role, or add it as "
             "fallback"
         )
+    if counts is not None and isinstance(builder, ParallelBuilder):
+        return builder.build_shares(record, counts)
     return builder.build(record, lengths)
 
 

@@ -29,6 +29,7 @@ class ReportRow:
         route: what was prepared last, the selected backend or a fallback.
         fallbacks_taken: how many preparations took a fallback.
         routes_taken: how many preparations took each route.
+        parallel: what the ranks do with the sequence, None in one process.
     """
 
     role: str
@@ -43,6 +44,7 @@ class ReportRow:
     fallbacks_taken: int
     routes_taken: dict[str, int]
     names: tuple[str, ...]
+    parallel: str | None = None
 
     @property
     def counts(self) -> str:
@@ -72,7 +74,7 @@ class AttentionReport:
     def __str__(self) -> str:
         return "\n".join(
             f'role "{row.role}" ({row.layers} layers): {row.route}, from {row.source}; '
-            + "; ".join(filter(None, (row.reason, row.counts)))
+            + "; ".join(filter(None, (row.reason, row.counts, row.parallel)))
             for row in self.rows
         )
 
@@ -128,6 +130,7 @@ def _row(members: list[tuple[str, Attention]]) -> ReportRow:
         "fallbacks_taken": max(member.fallbacks_taken for _, member in members),
         "routes_taken": dict(functools.reduce(operator.or_, (member.routes_taken for _, member in members))),
         "names": tuple(name for name, _ in members),
+        "parallel": layer.parallel,
     }
     if active is None:
         own = layer.custom_attention

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_attn.config.names import canonical_name
 from omni_attn.errors import BackendImportError
 from omni_attn.facts import AttentionRequest, KernelFacts
+from omni_attn.parallel.runner import ParallelBuilder, ParallelImpl, SplitLayer
 from omni_attn.selector import Selection, later_fallbacks, log_selection, select
 
 if TYPE_CHECKING:
@@ -27,11 +28,20 @@ _passed_over: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One way a layer can run: a selection with its constructed impl and builder."""
+    """One way a layer can run: a selection with its constructed impl and builder.
+
+    Attributes:
+        called: what the layer calls: the impl, or the exchanges between ranks around it.
+        prepares: what is asked for M: the builder, or one that prepares the impl for each of a rank's calls.
+        split: how the layer is split over ranks, None = it is not.
+    """
 
     selection: Selection
     impl: AttentionImpl
     builder: AttentionMetadataBuilder
+    called: AttentionImpl | ParallelImpl
+    prepares: AttentionMetadataBuilder | ParallelBuilder
+    split: SplitLayer | None = None
 
     @property
     def label(self) -> str:
@@ -41,8 +51,7 @@ class Route:
     @property
     def facts(self) -> KernelFacts:
         """Limits of the variant that runs."""
-        facts = self.selection.backend_cls.facts
-        return next((v.facts for v in facts.variants if v.name == self.selection.variant), facts)
+        return _facts_of(self.selection)
 
     @property
     def layer_inputs(self) -> frozenset[str]:
@@ -55,6 +64,7 @@ def build_routes(
     config: AttentionConfig,
     platform: OmniPlatform,
     overrides: Mapping[str, type[AttentionImpl]],
+    split: SplitLayer | None = None,
 ) -> tuple[Route, ...]:
     """The selected route first, then one per accepted fallback.
 
@@ -64,9 +74,11 @@ def build_routes(
     Raises:
         BackendImportError, and what select raises; TypeError for an override of the wrong class.
     """
-    first = construct_selected(request, config, platform, lambda chosen: _build_route(chosen, overrides))
+    first = construct_selected(
+        request, config, platform, lambda chosen: _build_route(chosen, overrides, split)
+    )
     behind = later_fallbacks(first.selection, config)
-    return (first, *(route for later in behind if (route := _build_fallback(later, overrides))))
+    return (first, *(route for later in behind if (route := _build_fallback(later, overrides, split))))
 
 
 def construct_selected(
@@ -95,9 +107,11 @@ def construct_selected(
         return built
 
 
-def _build_fallback(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route | None:
+def _build_fallback(
+    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: SplitLayer | None
+) -> Route | None:
     try:
-        return _build_route(selection, overrides)
+        return _build_route(selection, overrides, split)
     except BackendImportError as error:
         _log_passed_over(selection, error)
         return None
@@ -110,11 +124,32 @@ def _log_passed_over(selection: Selection, error: BackendImportError) -> None:
         _log.warning('attention role "%s", passed over: %s', *key)
 
 
-def _build_route(selection: Selection, overrides: Mapping[str, type[AttentionImpl]]) -> Route:
+def _build_route(
+    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: SplitLayer | None
+) -> Route:
     impl_cls = overriding_class(selection, selection.backend_cls.get_impl_cls(), overrides)
     builder_cls = impl_cls.builder_cls or selection.backend_cls.get_builder_cls()
-    geometry = geometry_of(selection)
-    return Route(selection, impl_cls(**geometry), _construct_builder(builder_cls, geometry))
+
+    def construct(**changed: Any) -> tuple[AttentionImpl, AttentionMetadataBuilder]:
+        geometry = geometry_of(selection) | changed
+        return impl_cls(**geometry), _construct_builder(builder_cls, geometry)
+
+    if split is None:
+        impl, builder = construct()
+        return Route(selection, impl, builder, impl, builder)
+    # The request object of the layer itself: compiled code then sees that equal layers are equal.
+    split = split.holding(selection.request)
+    built = {name: construct(**changed) for name, changed in split.geometries().items()}
+    impls = {name: impl for name, (impl, _) in built.items()}
+    builders = {name: builder for name, (_, builder) in built.items()}
+    called = ParallelImpl(split, impls, lse_backward=_facts_of(selection).lse_backward)
+    prepares = ParallelBuilder(split, builders)
+    return Route(selection, impls["own"], builders["own"], called, prepares, split)
+
+
+def _facts_of(selection: Selection) -> KernelFacts:
+    facts = selection.backend_cls.facts
+    return next((v.facts for v in facts.variants if v.name == selection.variant), facts)
 
 
 def geometry_of(selection: Selection) -> dict[str, Any]:
@@ -201,6 +236,7 @@ def group_name(routes: tuple[Route, ...]) -> str:
         parts += [selection.class_path, selection.variant, impl_cls.__qualname__, id(impl_cls)]
         parts += [request.num_heads, request.num_kv_heads, request.head_size, request.value_head_size]
         parts += [request.softmax_scale, request.causal, request.window]
+        parts += [None if route.split is None else route.split.key]
         parts += [
             None if spec is None else spec.model_dump_json(),
             getattr(route.builder, "group_key", None),

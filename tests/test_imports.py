@@ -52,6 +52,12 @@ def test_an_import_loads_no_more_than_it_needs(program: str, allowed: set[str]) 
     assert loaded_by(program) <= allowed
 
 
+def test_a_layer_loads_no_collectives() -> None:
+    """A torch that was built without torch.distributed runs models all the same."""
+    assert not loaded_by("import omni_attn.layer", ("torch.distributed._functional_collectives",))
+    assert loaded_by("import omni_attn.parallel.connection", ("torch.distributed._functional_collectives",))
+
+
 def test_importing_all_of_it_imports_no_kernel_package_and_no_extra() -> None:
     program = """
 import importlib, pkgutil, omni_attn

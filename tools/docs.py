@@ -15,6 +15,7 @@ from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.overview import backends_markdown, built_in_facts
 from tools.backend_pages import PageError, backend_pages, with_links
 from tools.import_picture import import_picture
+from tools.parallel_plan import PlanError, with_generated
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -32,8 +33,9 @@ def pages() -> dict[Path, str]:
     """Every page with a generated part, and what belongs in it.
 
     Raises:
-        PageError: a page that has to be written by hand is missing or incomplete.
+        PageError, PlanError: a page that has to be written by hand is missing or incomplete.
     """
+    ranks = DOCS / "sequence_parallel.md"
     listed = built_in_facts()
     families = {
         (backend.name, variant.name)
@@ -45,6 +47,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "backends.md": BACKENDS_HEAD + matrix,
         DOCS / "imports.svg": import_picture(DOCS.parent / "pyproject.toml"),
+        ranks: with_generated(ranks.read_text(encoding="utf-8")),
         **backend_pages(DOCS),
     }
 
@@ -53,7 +56,7 @@ def main() -> int:
     """Writes or checks the pages; the exit status."""
     try:
         wanted = pages()
-    except PageError as error:
+    except (PageError, PlanError) as error:
         print(error, file=sys.stderr)
         return 1
     stale = [

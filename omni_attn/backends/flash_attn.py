@@ -32,7 +32,7 @@ from omni_attn.errors import MetadataError
 from omni_attn.facts import BackendFacts
 from omni_attn.ops.layout import unit_stride
 from omni_attn.ops.masks import behind_last
-from omni_attn.ops.segments import Segment, attend_segments, empty_attention
+from omni_attn.ops.segments import Segment, attend_segments, attend_segments_with_lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,13 @@ class FlashMetadata:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_plain", self.packed is None and self.segments is None)
+
+    @property
+    def without_lse(self) -> str | None:
+        """Why there is no log-sum-exp of these calls; None where there is."""
+        if self.packed is None:
+            return None
+        return "FLASH_ATTN gives none where a mask, or boundaries that only the device knows, pack the tokens"
 
 
 class FlashMetadataBuilder(AttentionMetadataBuilder):
@@ -154,13 +161,14 @@ class FlashAttentionImpl(AttentionImpl):
         """See AttentionImpl.forward_with_lse."""
         if not isinstance(metadata, FlashMetadata):
             raise foreign_metadata(self, metadata, FlashMetadata)
-        if metadata.segments == ():
-            return empty_attention(query, value)
-        if not metadata.is_plain:
+        if metadata.without_lse is not None:
             raise MetadataError(
-                "FLASH_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"
+                f"log-sum-exp asked for, and {metadata.without_lse}: pass sequences one by one"
             )
-        output, lse = self._dense_with_lse(query, key, value)
+        if metadata.segments is not None:
+            output, lse = attend_segments_with_lse(self._dense_with_lse, query, key, value, metadata.segments)
+        else:
+            output, lse = self._dense_with_lse(query, key, value)
         return output, lse.masked_fill(lse == float("inf"), float("-inf"))
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

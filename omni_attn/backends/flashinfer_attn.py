@@ -115,9 +115,9 @@ class FlashInferImpl(AttentionImpl):
             raise foreign_metadata(self, metadata, FlashInferMetadata)
         if metadata.segments == ():
             return empty_attention(query, value)
-        if metadata.packed_mask is not None or metadata.segments or metadata.kv_lengths:
+        if metadata.without_lse is not None:
             raise MetadataError(
-                "FLASHINFER_ATTN: LSE of masked or packed calls is not available; pass sequences one by one"
+                f"log-sum-exp asked for, and {metadata.without_lse}: pass sequences one by one"
             )
         dtype = query.dtype
         if self._cast is not None:

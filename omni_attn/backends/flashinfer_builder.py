@@ -37,6 +37,13 @@ class FlashInferMetadata:
     unused_keys: torch.Tensor | None = None
     plans: dict[tuple[int, torch.dtype, torch.device], Plan] = field(default_factory=dict, repr=False)
 
+    @property
+    def without_lse(self) -> str | None:
+        """Why there is no log-sum-exp of these calls; None where there is."""
+        if self.packed_mask is None and not self.segments and not self.kv_lengths:
+            return None
+        return "FLASHINFER_ATTN gives none of masked or packed calls"
+
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder):
     """Turns what the host knows into planned calls, and the rest into a mask where the variant takes one."""

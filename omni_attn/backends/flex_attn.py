@@ -24,7 +24,7 @@ from omni_attn.backends.triton_package import TRITON_PACKAGES
 from omni_attn.facts import BackendFacts, CapabilityRange, HeadSizes
 from omni_attn.facts.backend import BFLOAT16, FLOAT16, FLOAT32
 from omni_attn.ops.layout import fits_int32
-from omni_attn.ops.segments import attend_segments, empty_attention
+from omni_attn.ops.segments import attend_segments, attend_segments_with_lse
 
 
 class FlexAttentionImpl(AttentionImpl):
@@ -63,13 +63,8 @@ class FlexAttentionImpl(AttentionImpl):
             output, lse = self._attend(metadata, query, key, value, with_lse=True)
             shift = None if metadata.plan is None else metadata.plan.row_shift
             return output, lse if shift is None else lse + shift[..., 0]
-        output, lse = empty_attention(query, value)
-        for query_start, query_end, key_start, key_end in metadata.segments:
-            if query_end > query_start and key_end > key_start:
-                rows, keys = slice(query_start, query_end), slice(key_start, key_end)
-                part = self._attend(metadata, query[:, rows], key[:, keys], value[:, keys], with_lse=True)
-                output[:, rows], lse[:, :, rows] = part
-        return output, lse
+        attend = functools.partial(self._attend, metadata, with_lse=True)
+        return attend_segments_with_lse(attend, query, key, value, metadata.segments)
 
     def _attend(
         self,
@@ -121,6 +116,7 @@ class FlexAttentionBackend(AttentionBackend):
         lse=True,
         backward=True,
         compiled_backward=True,
+        lse_backward=True,
         compile_mode="traceable",
         cudagraph=True,
         error="2.3e-3",

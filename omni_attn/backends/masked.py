@@ -11,7 +11,6 @@ import torch
 from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder, foreign_metadata
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import DENSE_FIELDS, read_record
-from omni_attn.errors import MetadataError
 from omni_attn.ops.masks import (
     behind_last,
     combine_masks,
@@ -20,7 +19,7 @@ from omni_attn.ops.masks import (
     position_mask,
     rows_without_key,
 )
-from omni_attn.ops.segments import Segment, attend_segments, empty_attention
+from omni_attn.ops.segments import Segment, attend_segments, attend_segments_with_lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +125,20 @@ class MaskedImpl(AttentionImpl):
         """See AttentionImpl.forward_with_lse."""
         if not isinstance(metadata, MaskedMetadata):
             raise foreign_metadata(self, metadata, MaskedMetadata)
-        if metadata.segments == ():
-            return empty_attention(query, value)
         if metadata.segments is not None:
-            raise MetadataError(
-                f"{type(self).__name__}: LSE of packed sequences is not available; pass them one by one"
-            )
+            return attend_segments_with_lse(self._whole_with_lse, query, key, value, metadata.segments)
         key, value = _used(metadata, key), _used(metadata, value)
-        mask, empty_rows, is_causal = self._positions(query, key, metadata.mask, metadata.empty_rows)
+        return self._whole_with_lse(query, key, value, metadata.mask, metadata.empty_rows)
+
+    def _whole_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        empty_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask, empty_rows, is_causal = self._positions(query, key, mask, empty_rows)
         output, lse = self.attend_with_lse(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, is_causal
         )

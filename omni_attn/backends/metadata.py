@@ -84,6 +84,12 @@ class Prepared:
     mask_device: torch.device | None = None
     mask_version: int | None = None
 
+    @property
+    def call_lengths(self) -> tuple[int, int]:
+        """What the tensors of a call have: a rank's own tokens, where the sequence is split."""
+        own: tuple[int, int] | None = getattr(self.product, "call_lengths", None)
+        return self.lengths if own is None else own
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionMetadata:
@@ -100,6 +106,9 @@ class AttentionMetadata:
         video_layout: where segments and video spans lie in a joint sequence.
         packed_padding: structural padding behind one sequence, as host ints.
         preserve_vsa_all_blocks: keep the sparse path even when all blocks are selected.
+        joint_tokens: (query, key) tokens of joint streams, which come as layer inputs joint_query, joint_key and
+            joint_value beside the sequence; masks and lengths count them.
+        joint_order: whether they lie before the sequence ("front") or behind it ("rear").
         step, num_steps: index of the denoising step and their number; sigma: noise level in [0, 1].
         memo, step_memo: what was prepared, by group: from fields that are the same at every step, and from those that
             are not. Records that at_step makes share the first; dataclasses.replace starts anew.
@@ -120,6 +129,8 @@ class AttentionMetadata:
     video_layout: VideoLayout | None = None
     packed_padding: PackedPadding | None = None
     preserve_vsa_all_blocks: bool = False
+    joint_tokens: tuple[int, int] = (0, 0)
+    joint_order: Literal["front", "rear"] = "front"
     step: int | None = None
     num_steps: int | None = None
     sigma: float | None = None
@@ -148,6 +159,17 @@ class AttentionMetadata:
             raise MetadataError(
                 "packed_padding and cu_seqlens_q both say how tokens are packed: give one of them"
             )
+        object.__setattr__(self, "joint_tokens", tuple(self.joint_tokens))
+        if (
+            len(self.joint_tokens) != 2
+            or min(self.joint_tokens) < 0
+            or self.joint_tokens[0] > self.joint_tokens[1]
+        ):
+            raise MetadataError(
+                f"joint_tokens={self.joint_tokens}: needs (query, key) tokens from 0 on; queries need keys of their own"
+            )
+        if self.joint_order not in ("front", "rear"):
+            raise MetadataError(f"joint_order={self.joint_order!r}: needs 'front' or 'rear'")
         if self.validate not in ("shapes", "values"):
             raise MetadataError(f"validate={self.validate!r}: needs 'shapes' or 'values'")
 
@@ -208,4 +230,6 @@ class AttentionMetadata:
 def _is_stated(value: object, name: str) -> bool:
     if name == "validate":
         return value == "values"
+    if name in ("joint_tokens", "joint_order"):
+        return value not in ((0, 0), "front")
     return value is not None and value is not False and not (isinstance(value, Mapping) and not value)

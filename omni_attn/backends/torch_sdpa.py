@@ -33,6 +33,7 @@ class TorchSDPABackend(AttentionBackend):
         lse=True,
         backward=True,
         compiled_backward=True,
+        lse_backward=True,
         compile_mode="traceable",
         cudagraph=True,
         error="2.3e-3",

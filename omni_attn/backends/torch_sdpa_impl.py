@@ -6,9 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from omni_attn.backends.masked import MaskedImpl
 from omni_attn.ops.masks import as_additive
+
+#: Scores that are held at a time for a log-sum-exp, which torch's call does not give: 256 MB in float32.
+MAX_SCORES = 2**26
 
 
 class TorchSDPAImpl(MaskedImpl):
@@ -59,7 +63,7 @@ class TorchSDPAImpl(MaskedImpl):
         mask: torch.Tensor | None,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and its LSE from the scores in float32, one head after the other to bound memory."""
+        """The output, and its LSE from the scores in float32, some rows of one head at a time to bound memory."""
         output = self.attend(query, key, value, mask, is_causal)
         key = self._expand(key)
         if is_causal:
@@ -67,13 +71,37 @@ class TorchSDPAImpl(MaskedImpl):
                 None, None
             ]
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        count = max(1, MAX_SCORES // max(1, key.shape[0] * key.shape[2]))
+        log_sum_exp = _recomputed if torch.is_grad_enabled() else _log_sum_exp
         for head in range(self.num_heads):
-            scores = query[:, head].float() @ key[:, head].float().transpose(-1, -2) * self.softmax_scale
-            if mask is not None:
-                own = mask[:, head if mask.shape[1] > 1 else 0]
-                scores = scores.masked_fill(~own, float("-inf")) if own.dtype == torch.bool else scores + own
-            lse[:, head] = torch.logsumexp(scores, dim=-1)
+            own = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+            for first in range(0, query.shape[2], count):
+                rows = slice(first, first + count)
+                seen = own if own is None or own.shape[1] == 1 else own[:, rows]
+                lse[:, head, rows] = log_sum_exp(query[:, head, rows], key[:, head], seen, self.softmax_scale)
         return output, lse
 
     def _expand(self, heads: torch.Tensor) -> torch.Tensor:
         return heads.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+
+
+def _log_sum_exp(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, softmax_scale: float
+) -> torch.Tensor:
+    """[B, Sq] in float32 of query [B, Sq, D] and key [B, Sk, D], with a mask [B|1, Sq|1, Sk]."""
+    scores = query.float() @ (key.float() * softmax_scale).transpose(-1, -2)
+    return torch.logsumexp(scores if mask is None else _masked(scores, mask), dim=-1)
+
+
+def _recomputed(*arguments: Any) -> torch.Tensor:
+    """The same, whose scores are made again in the backward pass: kept, those of all heads would fill the memory."""
+    made: torch.Tensor = checkpoint(_log_sum_exp, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return made
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Scores with a mask, bool or added. Hidden ones are filled in: a row of them would have NaN as gradient."""
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, float("-inf"))
+    hidden = mask == float("-inf")
+    return (scores + mask.masked_fill(hidden, 0.0)).masked_fill(hidden, float("-inf"))

@@ -9,20 +9,26 @@ from typer.core import TyperGroup
 
 from omni_attn import __version__
 from omni_attn.cli import backends, bench, check, doctor, explain, inspect, run, schema, tune
-from omni_attn.errors import OmniAttnError
+from omni_attn.cli.ranks import refuse_several, says_first
+from omni_attn.errors import OmniAttnError, ParallelError
 
 MISTAKE = 2
 
 
 class _Group(TyperGroup):
-    """Prints the text of an OmniAttnError to stderr and exits 2; every other exception is our bug and shows."""
+    """Prints the text of an OmniAttnError to stderr and exits 2; every other exception is our bug and shows.
+
+    Of several processes one prints what all of them meet.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except OmniAttnError as error:
-            typer.secho(str(error), err=True, fg=typer.colors.RED)
-            raise typer.Exit(MISTAKE) from None
+            told_by_another = isinstance(error, ParallelError) and error.first
+            if says_first(told_by_another or str(error)):
+                typer.secho(str(error), err=True, fg=typer.colors.RED)
+            raise typer.Exit(error.exit_code if isinstance(error, ParallelError) else MISTAKE) from None
 
 
 app = typer.Typer(
@@ -42,11 +48,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Attention of diffusion transformers: choose a backend per role in a pipeline YAML, see why it runs."""
+    if context.invoked_subcommand not in (None, "run"):
+        refuse_several(context.invoked_subcommand)
 
 
 for command in (

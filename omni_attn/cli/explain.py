@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from omni_attn.cli.options import AsJson, Overrides, PipelineFile
 from omni_attn.cli.target import Assume, Cudnn, Packages, target_platform
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omni_attn.config import ParallelConfig
     from omni_attn.explain import PipelineExplanation, RoleExplanation
 
 COLUMNS = ("role", "category", "layers", "source", "backend", "verdict", "reason")
@@ -35,7 +38,12 @@ def explain(
         print_line(
             f"{config.pipeline} {config.model} on {device_line(explanation, assumed=assume is not None)}"
         )
-        print_table(COLUMNS, map(verdict_rows, explanation.roles), details=("reason",))
+        if explanation.ranks is None:
+            print_table(COLUMNS, map(verdict_rows, explanation.roles), details=("reason",))
+        else:
+            print_line(ranks_line(explanation.ranks, pipeline, overrides))
+            columns, details = (*COLUMNS[:-1], "parallel", COLUMNS[-1]), ("parallel", "reason")
+            print_table(columns, map(verdict_rows_among_ranks, explanation.roles), details=details)
         for role in explanation.roles:
             if role.cache_line is not None:
                 print_line(role.cache_line)
@@ -55,11 +63,25 @@ def device_line(explanation: PipelineExplanation, *, assumed: bool) -> str:
     return f"{name}, {explanation.dtype}; kernel packages: {packages}"
 
 
+def ranks_line(ranks: ParallelConfig, pipeline: Path, overrides: Iterable[str]) -> str:
+    """Over how many processes the sequence is split, and how to start them."""
+    from omni_attn.parallel.connection import torchrun_command
+
+    options = [word for override in overrides for word in ("--set", override)]
+    start = torchrun_command(ranks.size, ["omni-attn", "run", str(pipeline), *options])
+    return f"{ranks.describe()}: {ranks.size} processes, started by `{start}`"
+
+
+def verdict_rows_among_ranks(role: RoleExplanation) -> Iterator[tuple[str, ...]]:
+    """verdict_rows with what the ranks do before the reason, in the first row."""
+    for number, (*cells, reason) in enumerate(verdict_rows(role)):
+        yield *cells, ("" if number else role.parallel or "refused"), reason
+
+
 def verdict_rows(role: RoleExplanation) -> Iterator[tuple[str, ...]]:
     """One row per candidate; the first one also names the role."""
     request = role.request
     head = (request.role, request.role_category or "-", str(role.layers), role.source)
-    chosen = next((verdict for verdict in role.verdicts if verdict.accepted), None)
     for number, verdict in enumerate(role.verdicts):
-        word = "selected" if verdict is chosen else "accepted" if verdict.accepted else "rejected"
+        word = "selected" if verdict is role.chosen else "accepted" if verdict.accepted else "rejected"
         yield (*(head if number == 0 else ("",) * len(head)), verdict.label, word, "; ".join(verdict.reasons))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni_attn.cli.options import AsJson, Overrides, PipelineFile, Rounds
+from omni_attn.cli.ranks import refuse_parallel
 
 if TYPE_CHECKING:
     from omni_attn.inspection.figures import Figures
@@ -51,6 +52,7 @@ def inspect(
     from omni_attn.models.artifacts import create_output_folder
 
     config = load_pipeline(pipeline, overrides=overrides)
+    refuse_parallel(config, "inspect", "Add --set parallel=null.")
     if output is not None:
         config = config.model_copy(update={"output": str(output)})
     explanation = explain_pipeline(config)

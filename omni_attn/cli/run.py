@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omni_attn.cli.options import Overrides, PipelineFile
+from omni_attn.cli.ranks import is_first, one_voice, ranks_of
 
 if TYPE_CHECKING:
+    from omni_attn.config import PipelineConfig
     from omni_attn.models.runtime import RunResult
     from omni_attn.report import ReportRow
 
@@ -14,20 +16,38 @@ COLUMNS = ("role", "category", "layers", "backend", "variant", "source", "reason
 
 
 def run(pipeline: PipelineFile, overrides: Overrides) -> None:
-    """Run a pipeline: denoise, show what every attention role ran, write the results into the output folder."""
-    from omni_attn.cli.console import progress, warn
+    """Run a pipeline: denoise, show what every attention role ran, write the results into the output folder.
+
+    A file with a section `parallel` runs in several processes: torchrun --nproc-per-node=2 -m omni_attn run FILE.
+    """
+    from omni_attn.cli.console import progress
     from omni_attn.config import load_pipeline
-    from omni_attn.explain import explain_pipeline
     from omni_attn.models import get_family
+    from omni_attn.models.runtime import no_progress
 
     config = load_pipeline(pipeline, overrides=overrides)
+    with one_voice(), ranks_of(config):
+        refuse_what_cannot_run(config)
+        result = get_family(config.pipeline).run(config, progress=progress if is_first() else no_progress)
+        if is_first():
+            print_result(result)
+
+
+def refuse_what_cannot_run(config: PipelineConfig) -> None:
+    """Nothing if every role can run; warnings of what a person should know, on the first process.
+
+    Raises:
+        BackendRejectedError: some role cannot; the text holds all of them.
+    """
+    from omni_attn.cli.console import warn
+    from omni_attn.explain import explain_pipeline
+
     explanation = explain_pipeline(config)
-    for path, text in explanation.unmatched.items():
-        warn(f"{path}: {text}")
-    for note in explanation.notes:  # before a refusal: on another machine it is often the explanation
-        warn(note)
+    told = [f"{path}: {text}" for path, text in explanation.unmatched.items()]
+    # Notes come before a refusal: on another machine they are often the explanation.
+    for text in [*told, *explanation.notes] if is_first() else ():
+        warn(text)
     explanation.raise_if_refused()
-    print_result(get_family(config.pipeline).run(config, progress=progress))
 
 
 def print_result(result: RunResult) -> None:
@@ -36,7 +56,12 @@ def print_result(result: RunResult) -> None:
     from omni_attn.report import attention_report
 
     print_line(f"Attention on {result.device}, {result.dtype}", style="bold")
-    print_table(COLUMNS, [map(report_cells, attention_report(result.model).rows)], details=("reason",))
+    rows = attention_report(result.model).rows
+    if any(row.parallel for row in rows):
+        cells = [(*report_cells(row), row.parallel or "-") for row in rows]
+        print_table((*COLUMNS, "parallel"), [cells], details=("reason", "parallel"))
+    else:
+        print_table(COLUMNS, [map(report_cells, rows)], details=("reason",))
     for note in result.notes:
         print_line(f"note: {note}")
     print_line(f"Written into {result.output_folder}:")

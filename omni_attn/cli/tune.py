@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni_attn.cli.options import PipelineFile, Rounds
+from omni_attn.cli.ranks import refuse_parallel
 from omni_attn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def tune(
         raise ConfigError(f"--max-error {max_error:g}: needs a positive number, for example 5e-3.")
     text = read_text(pipeline)
     config = load_pipeline(pipeline, environ={})  # the file is what is tuned, whatever the environment says
+    refuse_parallel(config, "tune", "Remove the section; what is tuned without it may stand beside it again.")
     check_output(output, force=force)
     place = resolve_device(config.device if device is None else device)
     platform = current_omni_platform(place)

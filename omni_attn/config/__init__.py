@@ -20,6 +20,7 @@ from omni_attn.config.generation import (
 )
 from omni_attn.config.kv_cache import KVCacheConfig
 from omni_attn.config.loading import load_config, load_pipeline
+from omni_attn.config.parallel import ParallelConfig
 from omni_attn.config.pipeline import PipelineConfig
 from omni_attn.config.spec import AttentionSpec
 from omni_attn.config.tuned import TunedFor
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationConfig",
     "KVCacheConfig",
     "MiniMaxH3GenerationConfig",
+    "ParallelConfig",
     "PipelineConfig",
     "QuantSpec",
     "SkipSoftmaxSpec",

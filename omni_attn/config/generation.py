@@ -73,6 +73,9 @@ class GenerationConfig(ConfigModel):
     #: Whether models of this family keep keys and values of earlier tokens in pages.
     keeps_kv_cache: ClassVar[bool] = False
 
+    #: Whether models of this family run with their sequence split over processes.
+    splits_sequence: ClassVar[bool] = True
+
     @classmethod
     def unknown_key_text(cls, key: str) -> str:
         """The message for a key that is no field; one of another family says why it is none here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from omni_attn.config.base import ConfigModel, PathText, Text
 from omni_attn.config.families import FAMILIES, Generation
 from omni_attn.config.kv_cache import CUDAGraphModeName, KVCacheConfig
 from omni_attn.config.names import nearest
+from omni_attn.config.parallel import DEGREES, ParallelConfig
 from omni_attn.config.spec import NameShorthand
 from omni_attn.config.tuned import TunedFor
 
@@ -54,6 +55,7 @@ def _generation_by_family(schema: dict[str, Any]) -> None:
                     "generation": section,
                     **({} if kind.takes_adapter else {"adapter": {"type": "null"}}),
                     **_cache_by_family(kind),
+                    **({} if kind.splits_sequence else {"parallel": _one_process()}),
                 }
             },
         }
@@ -68,6 +70,14 @@ def _cache_by_family(kind: type[Generation]) -> dict[str, Any]:
         return {}
     unset = {key: {"const": value} for key, value in KVCacheConfig().model_dump().items()}
     return {"kv_cache": {"properties": unset}, "cudagraph_mode": {"const": "NONE"}}
+
+
+def _one_process() -> dict[str, Any]:
+    return {"properties": {degree: {"const": 1} for degree in DEGREES}}
+
+
+def _families(able: Callable[[type[Generation]], bool]) -> str:
+    return ", ".join(name for name, kind in FAMILIES.items() if able(kind))
 
 
 class _Guessed(NamedTuple):
@@ -100,6 +110,8 @@ class PipelineConfig(ConfigModel):
     """Device to run on, such as `cuda:1` or `cpu`; `auto` takes a GPU where there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type to compute in; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    parallel: Annotated[ParallelConfig, BeforeValidator(_empty_section)] = ParallelConfig()
+    """Over how many processes, one GPU each, the sequence is split, and how."""
     kv_cache: Annotated[KVCacheConfig, BeforeValidator(_empty_section)] = KVCacheConfig()
     """How keys and values of earlier tokens are kept, by models that keep them."""
     cudagraph_mode: CUDAGraphModeName = "NONE"
@@ -124,8 +136,27 @@ class PipelineConfig(ConfigModel):
     def _adapter_of_a_family_that_has_them(cls, value: str | None, info: ValidationInfo) -> str | None:
         family = info.data.get("pipeline")
         if value is not None and family is not None and not FAMILIES[family].takes_adapter:
-            able = ", ".join(name for name, kind in FAMILIES.items() if kind.takes_adapter)
+            able = _families(lambda kind: kind.takes_adapter)
             raise ValueError(f"pipeline {family} fuses none. Leave it out; those that do: {able}")
+        return value
+
+    @field_validator("parallel")
+    @classmethod
+    def _ranks_of_a_family_that_splits(cls, value: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
+        if value.size == 1:
+            return value
+        family, device = info.data.get("pipeline"), info.data.get("device", "auto")
+        if family is not None and not FAMILIES[family].splits_sequence:
+            able = _families(lambda kind: kind.splits_sequence)
+            raise ValueError(
+                f"{value.describe()} was asked for, and models of pipeline {family} run in one process. Leave it "
+                f"out; those that split their sequence: {able}"
+            )
+        if device.partition(":")[0] not in ("auto", "cuda", "cpu") or ":" in device:
+            raise ValueError(
+                f"{value.size} processes were asked for, and device: {device} is one place for all of them. Write "
+                "device: cuda (each process takes the GPU of its number) or cpu"
+            )
         return value
 
     @field_validator("kv_cache", "cudagraph_mode")
@@ -134,7 +165,7 @@ class PipelineConfig(ConfigModel):
         family = info.data.get("pipeline")
         if value in (KVCacheConfig(), "NONE") or family is None or FAMILIES[family].keeps_kv_cache:
             return value
-        able = ", ".join(name for name, kind in FAMILIES.items() if kind.keeps_kv_cache)
+        able = _families(lambda kind: kind.keeps_kv_cache)
         raise ValueError(
             f"models of pipeline {family} keep no KV cache. Leave it out"
             + (f"; those that keep one: {able}" if able else "")

@@ -19,6 +19,7 @@ class WanCausalGenerationConfig(WanRequest):
     """Size, length and chunks of a video that is made chunk by chunk, and what it is made from."""
 
     keeps_kv_cache: ClassVar[bool] = True
+    splits_sequence: ClassVar[bool] = False
 
     num_inference_steps: PositiveInt = 8
     """Denoising steps of each chunk."""

@@ -104,6 +104,7 @@ class KernelFacts:
         device_boundaries: packing also where only the device knows the boundaries; else the host has to state them.
         right_windows: windows may also end to the right of a query's position; to the left they always may.
         compiled_backward: backward also where the forward was compiled.
+        lse_backward: gradients also flow through the log-sum-exp, as a ring's merge of parts needs.
         min_query_tokens, min_key_tokens: shortest sequences.
         key_tile, min_ragged_keys: key lengths that are no multiple of key_tile need at least min_ragged_keys tokens,
             except in causal attention, whose mask covers the rest of the last tile.
@@ -143,6 +144,7 @@ class KernelFacts:
     lse: bool = False
     backward: bool = False
     compiled_backward: bool = False
+    lse_backward: bool = False
     custom_scale: bool = True
     batch_invariant: bool = False
     min_query_tokens: int = 1

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 from omni_attn.facts.device import FAMILIES_WITH_CAPABILITY, cudnn_text
 from omni_attn.facts.kv_cache import cache_reasons
-from omni_attn.facts.lengths import length_reasons
+from omni_attn.facts.lengths import gathered_reasons, length_reasons
 from omni_attn.facts.packages import package_reasons
+
+RING_MODES = ("ring", "ulysses_ring")
+"""Modes of sequence parallelism that merge the attention over parts of the keys."""
 
 if TYPE_CHECKING:
     from omni_attn.facts.backend import BackendFacts, HeadSizes, KernelFacts, Variant
@@ -238,3 +241,9 @@ def _feature_reasons(facts: KernelFacts, request: AttentionRequest) -> Iterator[
     if mode is not None and mode not in facts.sequence_parallel:
         able = ", ".join(sorted(facts.sequence_parallel)) or "none"
         yield f"needs sequence parallelism {mode}, found support for {able}"
+    elif mode == "allgather_kv":
+        yield from gathered_reasons(facts, causal=request.causal)
+    elif mode in RING_MODES and not facts.lse:
+        yield f"needs the log-sum-exp of each part for sequence parallelism {mode}, found no support for it"
+    elif mode in RING_MODES and request.requires_grad and not facts.lse_backward:
+        yield f"needs a backward pass through the log-sum-exp for {mode}, found no support for it"

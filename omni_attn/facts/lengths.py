@@ -43,3 +43,12 @@ def length_reasons(
             f"needs a multiple of {facts.key_tile} key tokens, or at least {facts.min_ragged_keys} key tokens, "
             f"found {keys}"
         )
+
+
+def gathered_reasons(facts: KernelFacts, *, causal: bool) -> Iterator[str]:
+    """Reasons why a kernel cannot attend from the queries of one rank to keys that all ranks gathered."""
+    where = "for sequence parallelism allgather_kv"
+    if not facts.unequal_lengths:
+        yield f"needs unequal query and key lengths {where}, found equal ones only"
+    elif causal and facts.causal and not facts.causal_unequal_lengths:
+        yield f"needs causal attention of unequal lengths {where}, found equal ones only"

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from omni_attn.backends.paged import PagedMetadataBuilder
-from omni_attn.errors import MetadataError
+from omni_attn.errors import ConfigError, MetadataError
 from omni_attn.facts import AttentionRequest, KVCacheSpec
 from omni_attn.kv_cache.step import PagedCall, PagedStep
+from omni_attn.parallel.context import current_parallel
 from omni_attn.routes import canonical_overrides, construct_selected, geometry_of, overriding_class
 from omni_attn.selector import CollectedLayer, Selection, current_scope
 
@@ -38,6 +39,7 @@ class CachedLayer(nn.Module):
 
     Raises:
         BackendRejectedError, NoBackendError, BackendImportError, ConfigError: see select; nothing is built then.
+        ConfigError: also where ranks share a sequence: a cache holds whole ones.
         TypeError: an override does not subclass the selected impl.
     """
 
@@ -55,6 +57,7 @@ class CachedLayer(nn.Module):
     ) -> None:
         super().__init__()
         assert request.kv_cache is not None and request.dtype is not None
+        _refuse_ranks(request.role, prefix)
         self.request = request
         self.role, self.role_category, self.prefix = request.role, request.role_category, prefix
         self.cache_group = request.role if cache_group is None else cache_group
@@ -200,3 +203,13 @@ def _dtype_of(role: str, stated: str | torch.dtype | None, spec: KVCacheSpec) ->
             f'role "{role}": its cache keeps {spec.dtype}, which does not tell the dtype of its tensors: state dtype='
         )
     return spec.dtype
+
+
+def _refuse_ranks(role: str, prefix: str) -> None:
+    parallel = current_parallel()
+    if parallel is not None:
+        raise ConfigError(
+            f'role "{role}", layer {prefix!r}: the pages of its KV cache hold whole sequences, and here a sequence is '
+            f"split over {parallel.config.size} ranks ({parallel.config.describe()}): build it inside "
+            "use_parallel(None), where each rank has whole sequences of its own, or leave the section `parallel` out"
+        )

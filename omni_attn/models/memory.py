@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from omni_attn.config import ParallelConfig
 from omni_attn.errors import ConfigError
 from omni_attn.models import runtime
 from omni_attn.models.checkpoint import read_safetensors_header, resolve_float
@@ -28,6 +29,28 @@ def weight_bytes(model: nn.Module, dtype: str, keeps_float32: Callable[[str], bo
         parameter.numel() * (4 if keeps_float32(name) else itemsize)
         for name, parameter in model.named_parameters()
     )
+
+
+def exchanged_tokens(total: int, heads: int, parallel: ParallelConfig, *, gated: bool) -> int:
+    """Tokens, as wide as all heads together, in the buffers of one layer's exchanges on the busiest rank.
+
+    Twice what is sent and received (query, key, value and gates; keys and values of two ranks in a ring), or keys and
+    values of the whole sequence where they are gathered. With heads that the ranks do not share evenly, one receives
+    more than it sends.
+
+    Args:
+        total: tokens of the whole sequence.
+        heads: of the layer.
+        gated: its gates travel with the queries.
+    """
+    if parallel.mode is None:
+        return 0
+    if parallel.mode == "allgather_kv":
+        return 4 * total  # keys and values, as they arrive and as they are read
+    own, ranks = -(-total // parallel.size), parallel.ulysses_degree
+    busiest = -(-own * ranks * -(-heads // ranks) // heads)  # with the most heads of a Ulysses group
+    traded = 2 * (3 + gated) * (own + busiest) if ranks > 1 else 0
+    return traded + (4 * busiest if parallel.ring_degree > 1 else 0)
 
 
 def stored_elements(folder: Path) -> int:

@@ -32,11 +32,12 @@ class RunResult:
     """What `run` of a model family gives back.
 
     `model` holds every transformer that ran (for `attention_report`), `files` are the ones written into
-    `output_folder`, and `notes` says, a line each, what was filled in because the configuration left it out.
+    `output_folder` (None and no files where another rank writes them), and `notes` says, a line each, what was filled
+    in because the configuration left it out.
     """
 
     model: nn.Module
-    output_folder: Path
+    output_folder: Path | None
     files: tuple[Path, ...]
     notes: tuple[str, ...]
     device: torch.device

@@ -28,7 +28,8 @@ def merge_attn_states(
     """Attention over all keys of two parts. Computed in float32 and rounded once.
 
     A part without keys has a log-sum-exp of -inf, and its output, NaN or not, does not count; +inf counts as -inf. A
-    row without a key in either part is zeros, with -inf.
+    row without a key in either part is zeros, with -inf. Differentiable, by torch's operators, where `output_THD` is
+    not one of the parts.
 
     Args:
         first_THD, second_THD: outputs of the parts.
@@ -58,9 +59,11 @@ def merge_attn_states(
             )
     if output_THD is None:
         output_THD = first_THD.new_empty(first_THD.shape)
-    kernels = _kernels(first_THD)
+    states = (first_THD, first_lse_HT, second_THD, second_lse_HT)
+    asks_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states)
+    kernels = None if asks_gradients else _kernels(first_THD)
     merge = _merge_in_torch if kernels is None else kernels.merge_states
-    return output_THD, merge(first_THD, first_lse_HT, second_THD, second_lse_HT, output_THD)
+    return output_THD, merge(*states, output_THD)
 
 
 def _merge_in_torch(
@@ -72,18 +75,19 @@ def _merge_in_torch(
 ) -> torch.Tensor:
     lses = torch.stack((first_lse_HT, second_lse_HT))
     lses = torch.where(lses == float("inf"), float("-inf"), lses)
-    most_HT = lses.amax(0)
+    most_HT = lses.detach().amax(0)  # any anchor gives the same result, so it needs no gradient
     empty_HT = most_HT == float("-inf")
-    weights = torch.exp(lses - torch.where(empty_HT, 0.0, most_HT))
-    total_HT = weights.sum(0)
-    shares = (weights / torch.where(empty_HT, 1.0, total_HT)).transpose(1, 2).unsqueeze(-1)
-    # A part that does not count may hold anything, and 0 * NaN is not 0.
+    anchor_HT = torch.where(empty_HT, 0.0, most_HT)
+    weights = torch.exp(lses - anchor_HT)
+    total_HT = torch.where(empty_HT, 1.0, weights.sum(0))
+    shares = (weights / total_HT).transpose(1, 2).unsqueeze(-1)
+    # A part that does not count may hold anything, and 0 * NaN is not 0, forwards or backwards.
     parts = [
-        torch.where(share != 0, part.float() * share, 0.0)
+        torch.where(share != 0, part.float(), 0.0) * share
         for share, part in zip(shares, (first_THD, second_THD), strict=True)
     ]
     output_THD.copy_(parts[0] + parts[1])
-    return most_HT + torch.log(total_HT)
+    return torch.where(empty_HT, float("-inf"), anchor_HT + torch.log(total_HT))
 
 
 def _kernels(output: torch.Tensor) -> Any | None:

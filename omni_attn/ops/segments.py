@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendWithLSE = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Segment(NamedTuple):
@@ -39,6 +40,22 @@ def attend_segments(
         if segment.query_end > segment.query_start and segment.key_end > segment.key_start:
             output[:, rows] = attend(query[:, rows], key[:, keys], value[:, keys])
     return output
+
+
+def attend_segments_with_lse(
+    attend: AttendWithLSE,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[Segment, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """attend_segments, with the log-sum-exp [B, H, Sq] beside the output: -inf for rows of no segment."""
+    output, lse = empty_attention(query, value)
+    for query_start, query_end, key_start, key_end in segments:
+        if query_end > query_start and key_end > key_start:
+            rows, keys = slice(query_start, query_end), slice(key_start, key_end)
+            output[:, rows], lse[:, :, rows] = attend(query[:, rows], key[:, keys], value[:, keys])
+    return output, lse
 
 
 def empty_attention(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

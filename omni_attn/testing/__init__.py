@@ -5,6 +5,7 @@ from omni_attn.testing.conformance import BackendConformance
 from omni_attn.testing.mla_conformance import MLABackendConformance
 from omni_attn.testing.packages import fake_package
 from omni_attn.testing.paged_conformance import PagedBackendConformance
+from omni_attn.testing.ranks import fake_ranks
 from omni_attn.testing.standins import fake_kernels
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "fake_device",
     "fake_kernels",
     "fake_package",
+    "fake_ranks",
 ]

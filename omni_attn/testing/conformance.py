@@ -281,6 +281,19 @@ class BackendConformance(BackendHarness):
             assert bool((lse[~seen] == float("-inf")).all())
             self.close(lse[seen], expected_lse[seen])
 
+    def test_backward_of_lse(self) -> None:
+        """Gradients flow through output and log-sum-exp, as a ring needs them, or training in a ring is refused."""
+        if self.reasons(requires_grad=True, sequence_parallel="ring"):
+            return self.refused(requires_grad=True, sequence_parallel="ring")
+        leaves = [x.requires_grad_() for x in self.tensors(1, 5, 6)]
+        doubles = [x.detach().double().requires_grad_() for x in leaves]
+        query, key, value = leaves
+        impl, product = self.prepared(query, key, value)
+        parts = impl.forward_with_lse(query, key, value, product), reference_attention(*doubles)
+        for output, lse in parts:
+            torch.autograd.backward(output.sum(dim=1).square().sum() + lse.square().sum())
+        return self._close_gradients(leaves, doubles)
+
     def test_backward(self) -> None:
         """Gradients of query, key and value equal those of the reference."""
         if self.reasons(requires_grad=True):
@@ -290,11 +303,13 @@ class BackendConformance(BackendHarness):
         outputs = self.run(leaves[0], leaves[1], leaves[2]), reference_attention(*doubles)[0]
         for output in outputs:
             torch.autograd.backward(output.sum(dim=1).square().sum())
+        return self._close_gradients(leaves, doubles)
+
+    def _close_gradients(self, leaves: list[torch.Tensor], doubles: list[torch.Tensor]) -> None:
         for leaf, double in zip(leaves, doubles, strict=True):
             assert leaf.grad is not None and double.grad is not None
             scale = double.grad.abs().max().clamp(min=1.0)
             self.close(leaf.grad.double() / scale, double.grad / scale)
-        return None
 
     def test_compiles_into_one_graph(self) -> None:
         """torch.compile(fullgraph=True) gives eager's numbers, with and without a mask."""

@@ -209,5 +209,5 @@ def test_what_an_override_brought_into_being_is_its_own() -> None:
         "attention.per_role.cross.backend: a backend is named by text, found 3",
         "--set attention.per_role.self.variant=fa3: attention.per_role.self.backend: this key is required",
         "--set sampler.order=2: sampler: unknown key. Valid keys: pipeline, model, adapter, attention, generation, "
-        "device, dtype, kv_cache, cudagraph_mode, output, tuned_for",
+        "device, dtype, parallel, kv_cache, cudagraph_mode, output, tuned_for",
     )

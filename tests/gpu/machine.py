@@ -74,9 +74,9 @@ class Kernel(Stand):
             return one_token_blocks(self.builder_cls)
         return nullcontext()
 
-    def why_not(self) -> list[str]:
-        """Reasons of the facts why a plain layer cannot run here; empty = it can."""
-        needs: dict[str, Any] = {"num_heads": 4, "head_size": HEAD_SIZE, "dtype": "bfloat16"}
+    def why_not(self, **more: Any) -> list[str]:
+        """Reasons of the facts why a plain layer, or one with more needs, cannot run here; empty = it can."""
+        needs: dict[str, Any] = {"num_heads": 4, "head_size": HEAD_SIZE, "dtype": "bfloat16", **more}
         request = AttentionRequest(role="self", video_grid=True, **needs)
         return self.backend.validate_configuration(request, self.platform.device, self.spec)
 

@@ -120,3 +120,38 @@ def test_shapes_that_do_not_fit() -> None:
         merge_attn_states(parts, lse, parts, lse.T)
     with pytest.raises(MetadataError, match=r"torch.float64: needs torch.float32"):
         merge_attn_states(parts, lse.double(), parts, lse)
+
+
+def test_gradients_go_through_outputs_and_log_sum_exps() -> None:
+    """Those of attention over all keys; a row without any key gives none."""
+    query, key, value = (noise(5, 2, 8, seed=seed).double().requires_grad_() for seed in range(3))
+    hidden = torch.zeros(5, 5, dtype=torch.bool, device=DEVICE)
+    hidden[1, :3] = hidden[2, 3:] = hidden[4] = True
+    weights = noise(5, 2, 8, seed=4)
+
+    def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.einsum("qhd,khd->hqk", query, key[keys]).masked_fill(hidden[:, keys], -1e30)
+        output = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[keys])
+        empty = hidden[:, keys].all(-1)
+        return output.masked_fill(empty[:, None, None], 0.0), scores.logsumexp(-1).masked_fill(
+            empty, -INFINITY
+        )
+
+    merged, lse = merge_attn_states(*(x.float() for keys in (slice(3), slice(3, 5)) for x in part(keys)))
+    whole, whole_lse = part(slice(5))
+    found, wanted = (
+        torch.autograd.grad((output * weights).sum() + sums[:, :4].sum(), (query, key, value))
+        for output, sums in ((merged, lse), (whole, whole_lse))
+    )
+    for own, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=0)
+    assert not found[0][4].any()
+
+
+def test_gradients_never_meet_the_kernel() -> None:
+    """It has no backward: its results would count as constants."""
+    first, second, lse = noise(3, 2, 8).requires_grad_(), noise(3, 2, 8), noise(2, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_state, "_kernels", lambda output: pytest.fail("the kernel was asked for"))
+        output, _ = merge_attn_states(first, lse, second, lse)
+    assert output.requires_grad

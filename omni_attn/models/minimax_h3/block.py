@@ -112,7 +112,12 @@ class RefinerAttention(MiniMaxH3Attention):
     def __init__(self, config: MiniMaxH3Config, prefix: str) -> None:
         super().__init__(config)
         self.attention = Attention(
-            *self.heads, role=REFINER_ROLE, role_category="text", mask_usage="never", prefix=prefix
+            *self.heads,
+            role=REFINER_ROLE,
+            role_category="text",
+            mask_usage="never",
+            skip_sequence_parallel=True,  # the text is short, and whole on every rank
+            prefix=prefix,
         )
 
     def forward(self, input_BSC: Tensor, record: AttentionMetadata | None) -> Tensor:

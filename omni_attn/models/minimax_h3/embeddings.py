@@ -1,11 +1,9 @@
-"""What enters the blocks of a MiniMax-H3 transformer: refined text, rows of three kinds in one sequence, and time.
+"""What enters the blocks of a MiniMax-H3 transformer beside its rows: refined text, and time.
 
-Shape letters: B batch, N rows of one kind, S rows of the packed sequence, C channels; M distinct timesteps.
+Shape letters: B batch, N rows of text, C channels; M distinct timesteps.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,17 +41,3 @@ def embed_time(timestep: Tensor, freq_dim: int, embedder: EmbeddingMLP, basis: n
     sinusoid = timestep_sinusoid(timestep, freq_dim).to(embedder.linear_1.weight.dtype)
     time_MC = F.silu(embedder(sinusoid))
     return time_MC if basis is None else basis(time_MC.to(basis.weight.dtype))
-
-
-def pack_rows(length: int, like: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Rows of each kind at their places in [B, length, C]; zeros where no index points, as behind a padded sequence.
-
-    Args:
-        length: rows of the packed sequence.
-        like: gives batch, C, dtype and device.
-        parts: (indices [N], rows [B, N, C]) of each kind; rows are cast.
-    """
-    packed_BSC = like.new_zeros(like.shape[0], length, like.shape[2])
-    for indices, rows_BNC in parts:
-        packed_BSC.index_copy_(1, indices, rows_BNC.to(like.dtype))
-    return packed_BSC

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from omni_attn.config import MiniMaxH3GenerationConfig, PipelineConfig
-from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.calibration import calibrate_pipeline
 from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
@@ -34,6 +33,7 @@ from omni_attn.models.minimax_h3.results import write_results
 from omni_attn.models.minimax_h3.schedule import build_schedulers
 from omni_attn.models.minimax_h3.seeded import materialise_seeded
 from omni_attn.models.minimax_h3.source import TRANSFORMER, MiniMaxH3Source, load_source
+from omni_attn.models.ranks import among_ranks, results_folder
 from omni_attn.models.results import broken_numbers_note
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
 from omni_attn.models.seeding import Stream, seeded_generator, seeded_weights_note
@@ -90,7 +90,7 @@ class PreparedRun:
         source: the pipeline's description.
         pipeline: the transformer with its samplers.
         model: the transformer by its name, for reports.
-        folder: for results; it exists.
+        folder: for results; it exists. None where another rank writes them.
         vaes: what decodes the latents of video and sound, None each without one.
         prompt, keyframes: what video and sound are made from.
         notes: what was filled in.
@@ -101,7 +101,7 @@ class PreparedRun:
     source: MiniMaxH3Source
     pipeline: MiniMaxH3Pipeline
     model: nn.ModuleDict
-    folder: Path
+    folder: Path | None
     vaes: tuple[Any | None, Any | None]
     prompt: Prompt
     keyframes: Keyframes | None
@@ -140,6 +140,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
         BackendRejectedError, NoBackendError, BackendImportError: a role's attention cannot run here.
         MissingExtraError: a library of the `pipelines` extra is not installed.
     """
+    config = among_ranks(config)
     source, asked = load_source(config.model, config.adapter), _request(config)
     generation = source.settle(asked)
     config = config.model_copy(update={"generation": generation})
@@ -151,8 +152,9 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
     lengths = source.transformer.attention_lengths(geometry.num_rows(text_rows), text_rows)
     with use_attention_config(config.attention, device=device, dtype=dtype, lengths=lengths):
         model = _build_meta_model(source)  # selects every role's backend, so that a refusal comes now
-        check_fits(model, source, geometry, text_rows, device, dtype, encodes_text=encodes_text(generation))
-        folder = create_output_folder(config.output)
+        reads, ranks = encodes_text(generation), config.parallel
+        check_fits(model, source, geometry, text_rows, device, dtype, encodes_text=reads, parallel=ranks)
+        folder = results_folder(config)
         vaes = load_vaes(source)  # early: a broken one must not be found out after the last step
         pictures = open_pictures(generation)
         prompt, prompt_notes = gather_prompt(generation, source, pictures, device, dtype)
@@ -181,7 +183,11 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
     ready = prepare(config, progress=progress)
     latents = ready.denoise(progress=progress)
     notes = ready.notes + broken_numbers_note(ready.dtype, *latents)
-    files = write_results(ready.folder, latents, ready.config, ready.source, ready.vaes, ready.model, notes)
+    files: tuple[Path, ...] = ()
+    if ready.folder is not None:  # of several ranks one writes
+        files = write_results(
+            ready.folder, latents, ready.config, ready.source, ready.vaes, ready.model, notes
+        )
     return RunResult(ready.model, ready.folder, files, notes, ready.device, ready.dtype)
 
 

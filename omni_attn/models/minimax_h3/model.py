@@ -20,17 +20,20 @@ from omni_attn.models.layers import EmbeddingMLP
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import MiniMaxH3VSAImpl
 from omni_attn.models.minimax_h3.block import MiniMaxH3Block, OutputNorm, Records
 from omni_attn.models.minimax_h3.config import NUM_MODALITIES, REFINER_ROLE, MiniMaxH3Config
-from omni_attn.models.minimax_h3.embeddings import TokenRefiner, embed_time, pack_rows
+from omni_attn.models.minimax_h3.embeddings import TokenRefiner, embed_time
 from omni_attn.models.minimax_h3.gate import CompressionGate
 from omni_attn.models.minimax_h3.inputs import Kind, check_inputs, check_records, check_text, padding_behind
 from omni_attn.models.minimax_h3.pretrained import load_pretrained
 from omni_attn.models.minimax_h3.rope import build_rope_table
+from omni_attn.models.minimax_h3.rows import rows_here
+from omni_attn.parallel.context import current_parallel
 
 
 class MiniMaxH3Model(nn.Module):
     """Predicts the flow velocities of noisy video and audio latents in one packed sequence.
 
     Built inside `use_attention_config(...)`, each attention layer takes the backend that is configured for its role.
+    Built inside `use_parallel(...)`, each rank transforms its share of the rows, and is given and gives back all.
 
     Args:
         config: what it is made of.
@@ -59,6 +62,7 @@ class MiniMaxH3Model(nn.Module):
         self.norm_out = OutputNorm(config)
         self.proj_out = nn.Linear(config.hidden_size, config.patch_dim)
         self.audio_proj_out = nn.Linear(config.hidden_size, config.audio_in_channels)
+        self.parallel = current_parallel()
         self._gates = [module for module in self.modules() if isinstance(module, CompressionGate)]
 
     @classmethod
@@ -218,33 +222,29 @@ class MiniMaxH3Model(nn.Module):
         if refined_text is None:
             text = self.refine_text(text, attention_records=attention_records)
         text = text.to(self.dtype)
-        text_indices, video_indices, audio_indices = (
-            indices.to(device, torch.int64) for indices in (text_indices, video_indices, audio_indices)
-        )
-        packed_BSC = pack_rows(
-            rows.length,
+        places = {"text": text_indices, "video": video_indices, "audio": audio_indices}
+        places = {kind: indices.to(device, torch.int64) for kind, indices in places.items()}
+        here = rows_here(self.parallel, rows.length, places)
+        packed_BSC = here.pack(
             text,
-            (
-                (text_indices, text),
-                (video_indices, self.proj_in(hidden_states.to(self.proj_in.weight.dtype))),
-                (audio_indices, self.audio_proj_in(audio_hidden_states.to(self.audio_proj_in.weight.dtype))),
-            ),
+            {
+                "text": (text, nn.Identity()),
+                "video": (hidden_states.to(self.proj_in.weight.dtype), self.proj_in),
+                "audio": (audio_hidden_states.to(self.audio_proj_in.weight.dtype), self.audio_proj_in),
+            },
         )
         time = embed_time(timestep.to(device), config.freq_dim, self.time_embedder, self.adaln_basis)
-        times = timestep_indices.to(device, torch.int64)
-        table_rows = times * NUM_MODALITIES + token_tags.to(device, torch.int64).clamp(min=0)
+        times = here.own(timestep_indices).to(device, torch.int64)
+        table_rows = times * NUM_MODALITIES + here.own(token_tags).to(device, torch.int64).clamp(min=0)
         # Cast where they lie: not every device has float64.
-        rope = build_rope_table(
-            position_ids.float().to(device), config.rope_freq_dim, config.rope_theta, self.dtype
-        )
+        positions = here.own(position_ids).float().to(device)
+        rope = build_rope_table(positions, config.rope_freq_dim, config.rope_theta, self.dtype)
         for block in self.transformer_blocks:
             packed_BSC = block(packed_BSC, time, table_rows, rope, attention_records)
 
-        def head(projection: nn.Linear, indices: Tensor) -> Tensor:
-            normed = self.norm_out.normalise(
-                packed_BSC.index_select(1, indices), time, times.index_select(0, indices)
-            )
-            output: Tensor = projection(normed.to(projection.weight.dtype))
-            return output
+        def normalise(rows_BNC: Tensor, times: Tensor) -> Tensor:
+            return self.norm_out.normalise(rows_BNC, time, times)
 
-        return head(self.proj_out, video_indices), head(self.audio_proj_out, audio_indices)
+        heads = {"video": self.proj_out, "audio": self.audio_proj_out}
+        video, audio = here.unpack(packed_BSC, times, normalise, heads)
+        return video, audio

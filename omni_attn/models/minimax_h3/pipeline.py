@@ -16,6 +16,7 @@ from torch import Tensor
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
+from omni_attn.models.agreement import check_alike
 from omni_attn.models.minimax_h3.conditions import Keyframes, Prompt
 from omni_attn.models.minimax_h3.config import REFINER_ROLE
 from omni_attn.models.minimax_h3.inputs import check_text
@@ -68,7 +69,7 @@ class MiniMaxH3Pipeline:
         num_inference_steps: int | None = None,
         progress: Progress = no_progress,
     ) -> tuple[Tensor, Tensor]:
-        """A denoised video [B, C, T, H, W] and its sound [B, 2, C, A], float32 on the device of the noise.
+        """A denoised video [B, C, T, H, W] and its sound [B, 2, C, A], float32 on the noise's device, on every rank.
 
         Args:
             prompt: encoded, [1 or B, N, E]; a Prompt where rows of pictures are among them.
@@ -134,9 +135,17 @@ class MiniMaxH3Pipeline:
             num_inference_steps, progress: see `__call__`.
 
         Raises:
-            MetadataError: rows that do not fit the transformer or the sequence.
+            MetadataError: rows that do not fit the transformer or the sequence, or that differ between ranks.
             ConfigError: `num_inference_steps` does not fit the schedule.
         """
+        if self.transformer.parallel is not None:
+            given = {"prompt_embeds": prompt_embeds, "video_rows": video_rows, "audio_rows": audio_rows}
+            shifts = {
+                "scheduler.shift": self.scheduler.shift,
+                "audio_scheduler.shift": self.audio_scheduler.shift,
+            }
+            beside = {"num_inference_steps": num_inference_steps, "sampling grid": self.grid}
+            check_alike(self.transformer.parallel, given | beside | shifts | vars(sequence))
         self._check_rows(sequence, prompt_embeds, video_rows, audio_rows)
         device = video_rows.device
         schedule = JointSchedule(
@@ -157,13 +166,11 @@ class MiniMaxH3Pipeline:
             # Each from the one before, so that what was prepared travels along.
             records = {"self": _at(records["self"], step, schedule)}
             prepare_attention(self.transformer, records, lengths=lengths)
-            timestep, timestep_indices = times[step.index]
             video_velocity, audio_velocity = self.transformer(
                 torch.cat([held_video, video], dim=1),
                 torch.cat([held_audio, audio], dim=1),
                 None,
-                timestep,
-                timestep_indices,
+                *times[step.index],
                 sequence.token_tags,
                 sequence.position_ids,
                 sequence.video_indices,

@@ -85,13 +85,27 @@ class WanConfig:
         return frames // patch_frames, height // patch_height, width // patch_width
 
     def attention_lengths(
-        self, grid: Grid, *, text_tokens: int = TEXT_TOKENS, image_tokens: int | None = None
+        self,
+        grid: Grid,
+        *,
+        text_tokens: int = TEXT_TOKENS,
+        image_tokens: int | None = None,
+        own_tokens: int | None = None,
     ) -> dict[str, tuple[int, int]]:
-        """Query and key tokens of each role of this model; `image_tokens` is `num_image_tokens` if None."""
+        """Query and key tokens of each role of this model.
+
+        Args:
+            grid: of the whole video.
+            text_tokens: keys of cross-attention.
+            image_tokens: those of its image branch; `num_image_tokens` if None.
+            own_tokens: of the video that one rank has, where several share it; None = all. Self-attention is among the
+                whole video, and cross-attention each rank's own affair.
+        """
         tokens = grid[0] * grid[1] * grid[2]
-        lengths = {"self": (tokens, tokens), "cross": (tokens, text_tokens)}
+        own = tokens if own_tokens is None else own_tokens
+        lengths = {"self": (tokens, tokens), "cross": (own, text_tokens)}
         if self.image_dim is not None:
-            lengths["cross.image"] = (tokens, self.num_image_tokens if image_tokens is None else image_tokens)
+            lengths["cross.image"] = (own, self.num_image_tokens if image_tokens is None else image_tokens)
         return lengths
 
     def to_diffusers(self) -> dict[str, Any]:

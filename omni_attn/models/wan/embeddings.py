@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from omni_attn.models.layers import EmbeddingMLP, FeedForward, Float32LayerNorm, timestep_sinusoid
 from omni_attn.models.wan.config import WanConfig
+from omni_attn.parallel.shards import Span
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -26,12 +27,14 @@ class PatchEmbedding(nn.Conv3d):
             config.in_channels, config.dim, kernel_size=config.patch_size, stride=config.patch_size
         )
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[B, C, F, H, W] to [B, S, dim], raster order."""
+    def forward(self, input: Tensor, span: Span | None = None) -> Tensor:
+        """[B, C, F, H, W] to [B, S, dim], raster order; with a span only its tokens."""
         pt, ph, pw = self.weight.shape[2:]
         batch, channels, frames, height, width = input.shape
         patches = input.reshape(batch, channels, frames // pt, pt, height // ph, ph, width // pw, pw)
         patches_BSC = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+        if span is not None:
+            patches_BSC = patches_BSC[:, span[0] : span[1]]
         assert self.bias is not None
         # A Linear with a bias gives a view: the first block would get another kind of tensor than the others, and
         # torch.compile would trace it apart.

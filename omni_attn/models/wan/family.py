@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from omni_attn.config import PipelineConfig, WanGenerationConfig
-from omni_attn.models.artifacts import create_output_folder
 from omni_attn.models.calibration import calibrate_pipeline
 from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
+from omni_attn.models.ranks import among_ranks, results_folder
 from omni_attn.models.results import broken_numbers_note
 from omni_attn.models.runtime import Progress, RunResult, no_progress, resolve_device, resolve_dtype
 from omni_attn.models.seeding import Stream, seeded_generator, seeded_weights_note
@@ -65,7 +65,7 @@ def attention_lengths(config: PipelineConfig) -> dict[str, tuple[int, int]]:
     """
     source = load_source(config.model)
     generation, _ = dmd_generation(_request(config), source)
-    return source.attention_lengths(generation)
+    return source.attention_lengths(generation, config.parallel.size)
 
 
 def number_of_steps(config: PipelineConfig) -> int:
@@ -97,7 +97,7 @@ class PreparedRun:
         source: the pipeline's description.
         pipeline: the transformers with their sampler.
         model: every transformer by its name, for reports.
-        folder: for results; it exists.
+        folder: for results; it exists. None where another rank writes them.
         vae: what decodes the latents, None without one.
         prompt, condition: what the video is made from.
         notes: what was filled in.
@@ -108,7 +108,7 @@ class PreparedRun:
     source: WanSource
     pipeline: Wan22Pipeline
     model: nn.ModuleDict
-    folder: Path
+    folder: Path | None
     vae: Any | None
     prompt: PromptEmbeddings
     condition: ImageCondition | None
@@ -144,6 +144,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
         BackendRejectedError, NoBackendError, BackendImportError: a role's attention cannot run here.
         MissingExtraError: a library of the `pipelines` extra is not installed.
     """
+    config = among_ranks(config)
     source = load_source(config.model)
     generation, step_notes = dmd_generation(_request(config), source)
     config = config.model_copy(update={"generation": generation})
@@ -152,11 +153,12 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
     dtype = resolve_dtype(config.dtype, device.type)
     check_request(generation, source)
     scheduler = load_scheduler(source)
-    lengths = source.attention_lengths(generation)
+    lengths = source.attention_lengths(generation, config.parallel.size)
     with use_attention_config(config.attention, device=device, dtype=dtype, lengths=lengths):
         model = build_meta_model(config)  # selects every role's backend, so that a refusal comes now
-        check_fits(model, source, geometry, device, dtype, encodes_text=encodes_text(generation, source))
-        folder = create_output_folder(config.output)
+        reads_text = encodes_text(generation, source)
+        check_fits(model, source, geometry, device, dtype, encodes_text=reads_text, parallel=config.parallel)
+        folder = results_folder(config)
         vae = load_vae(source)  # early: a broken one must not be found out after the last step
         prompt, prompt_notes = gather_prompt(generation, source, device, dtype)
         condition, image_notes = gather_image(generation, source, geometry, vae, device)
@@ -180,7 +182,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
 
 
 def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResult:
-    """Denoise a video and write it: latents, a contact sheet and, with a VAE, its frames.
+    """Denoise a video and write it: latents, a contact sheet and, with a VAE, its frames. Of several ranks one writes.
 
     Raises:
         ConfigError, BackendRejectedError, NoBackendError, BackendImportError, MissingExtraError: see prepare.
@@ -188,10 +190,12 @@ def run(config: PipelineConfig, *, progress: Progress = no_progress) -> RunResul
     ready = prepare(config, progress=progress)
     latents = ready.denoise(progress=progress)
     notes = ready.notes + broken_numbers_note(ready.dtype, latents)
-    scheduler_name = type(ready.pipeline.scheduler).__name__
-    files = write_results(
-        ready.folder, latents, ready.config, ready.source, ready.vae, ready.model, scheduler_name, notes
-    )
+    files: tuple[Path, ...] = ()
+    if ready.folder is not None:
+        scheduler_name = type(ready.pipeline.scheduler).__name__
+        files = write_results(
+            ready.folder, latents, ready.config, ready.source, ready.vae, ready.model, scheduler_name, notes
+        )
     return RunResult(ready.model, ready.folder, files, notes, ready.device, ready.dtype)
 
 

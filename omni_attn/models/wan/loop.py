@@ -117,7 +117,7 @@ def build_loop_inputs(
         first_frame=first_frame,
         known_tokens=known_tokens,
         records=model.attention_records(grid),
-        lengths=config.attention_lengths(
+        lengths=model.attention_lengths(
             grid,
             text_tokens=positive.shape[1],
             image_tokens=None if image_embeds is None else image_embeds.shape[1],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from torch import Tensor
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.layer import prepare_attention
 from omni_attn.models.wan.block import Records, WanBlock
-from omni_attn.models.wan.config import Grid, WanConfig
+from omni_attn.models.wan.config import TEXT_TOKENS, Grid, WanConfig
 from omni_attn.models.wan.inputs import check_inputs
-from omni_attn.models.wan.transformer import WanTransformer, load_pretrained
+from omni_attn.models.wan.transformer import WanTransformer, load_pretrained, unpatchify
+from omni_attn.parallel.context import current_parallel
+from omni_attn.parallel.shards import Span
 
 
 class WanModel(WanTransformer):
@@ -24,6 +27,9 @@ class WanModel(WanTransformer):
 
     Built inside `use_attention_config(...)`, each attention layer takes the backend that is configured for
     its role.
+
+    Built inside `use_parallel(...)`, each rank computes its piece of the video's tokens in all that follows the latent:
+    patches, blocks and head. Latents, text and pictures come whole to every rank, and each gets the whole velocity.
 
     Args:
         config: what it is made of.
@@ -34,6 +40,7 @@ class WanModel(WanTransformer):
 
     def __init__(self, config: WanConfig, *, is_dmd: bool = False) -> None:
         super().__init__(config, WanBlock, is_dmd=is_dmd)
+        self.parallel = current_parallel()
 
     @classmethod
     def from_pretrained(
@@ -75,6 +82,21 @@ class WanModel(WanTransformer):
             records["cross.image"] = AttentionMetadata()
         return records
 
+    def attention_lengths(
+        self, grid: Grid, *, text_tokens: int = TEXT_TOKENS, image_tokens: int | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """(query tokens, key tokens) of each role for `prepare_attention`, on this rank; see WanConfig."""
+        own = None if (span := self._span(prod(grid))) is None else span[1] - span[0]
+        return self.config.attention_lengths(
+            grid, text_tokens=text_tokens, image_tokens=image_tokens, own_tokens=own
+        )
+
+    def _span(self, tokens: int) -> Span | None:
+        """Which of a video's tokens this rank has; None = all."""
+        if self.parallel is None:
+            return None
+        return self.parallel.shards(tokens).spans[self.parallel.rank]
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -97,7 +119,8 @@ class WanModel(WanTransformer):
                 here if None.
 
         Returns:
-            [B, out_channels, F, H, W] in the model's dtype.
+            [B, out_channels, F, H, W] in the model's dtype. Among ranks, each gets all of it: where each takes the loss
+            of all of it, the mean of the ranks' gradients is the gradient.
 
         Raises:
             MetadataError: shapes do not fit the model or one another; both numbers are named.
@@ -110,19 +133,23 @@ class WanModel(WanTransformer):
         image_BSC = None
         if embedder.image_embedder is not None and encoder_hidden_states_image is not None:
             image_BSC = embedder.image_embedder(encoder_hidden_states_image.to(self.dtype))
+        span = self._span(prod(grid))
+        if span is not None and timestep.shape[1:].numel() > 1:
+            timestep = timestep[:, span[0] : span[1]]
         time_BT1C, modulation_BT6C = embedder.embed_time(timestep)
 
         if attention_records is None:
             attention_records = self.attention_records(grid)
             image_tokens = 0 if image_BSC is None else image_BSC.shape[1]
-            lengths = self.config.attention_lengths(
-                grid, text_tokens=text_BSC.shape[1], image_tokens=image_tokens
-            )
+            lengths = self.attention_lengths(grid, text_tokens=text_BSC.shape[1], image_tokens=image_tokens)
             prepare_attention(self, attention_records, lengths=lengths)
-        rope = self._rope.get(grid, hidden_states.device)
+        rope = self._rope.get(grid, hidden_states.device, span=span)
 
-        tokens_BSC = self.patch_embedding(hidden_states.to(self.dtype))
+        tokens_BSC = self.patch_embedding(hidden_states.to(self.dtype), span)
         for block in self.blocks:
             tokens_BSC = block(tokens_BSC, text_BSC, modulation_BT6C, rope, attention_records, image_BSC)
 
-        return self._head(tokens_BSC, time_BT1C, grid)
+        patches_BSC = self._head(tokens_BSC, time_BT1C)
+        if self.parallel is not None:
+            patches_BSC = self.parallel.gather(patches_BSC, prod(grid))
+        return unpatchify(patches_BSC, grid, self.config.patch_size)

@@ -7,13 +7,16 @@ from functools import partial
 import torch
 from torch import nn
 
+from omni_attn.config import ParallelConfig
 from omni_attn.models import memory
 from omni_attn.models.checkpoint import resolve_float
-from omni_attn.models.memory import check_run_fits, stored_elements
+from omni_attn.models.memory import check_run_fits, exchanged_tokens, stored_elements
 from omni_attn.models.wan.loading import keeps_float32
 from omni_attn.models.wan.source import VideoGeometry, WanSource
+from omni_attn.parallel.shards import Shards
 
 _SMALLER = ("wan2.1-t2v-1.3b", "wan-tiny")
+_ONE_PROCESS = ParallelConfig()
 
 
 def weight_bytes(model: nn.Module, dtype: str) -> int:
@@ -21,17 +24,25 @@ def weight_bytes(model: nn.Module, dtype: str) -> int:
     return memory.weight_bytes(model, dtype, keeps_float32)
 
 
-def activation_allowance(source: WanSource, geometry: VideoGeometry) -> int:
-    """An upper estimate of what one forward holds beside the weights, in bytes.
+def activation_allowance(
+    source: WanSource, geometry: VideoGeometry, parallel: ParallelConfig = _ONE_PROCESS
+) -> int:
+    """An upper estimate of what one forward holds beside the weights, in bytes, on the rank that holds most.
 
     Per token in float32: twelve times the model's width (residual stream, normed and modulated copy, query, key, value
     and their rotated forms, attention output), twice the hidden width of the feed-forward, twelve widths more where
     every token has its own modulation, and one more for gates.
+
+    A rank holds so much for its own tokens, and the buffers of one layer's exchanges.
     """
     config = source.transformer
+    tokens = max(Shards.even(geometry.num_tokens, parallel.size).sizes)
     widths = 12 * config.dim + 2 * config.ffn_dim + (12 * config.dim if source.expand_timesteps else 0)
     widths += config.dim if config.gate_compress else 0
-    return 4 * geometry.num_tokens * widths
+    exchanged = exchanged_tokens(
+        geometry.num_tokens, config.num_attention_heads, parallel, gated=config.gate_compress
+    )
+    return 4 * (tokens * widths + config.dim * exchanged)
 
 
 def decode_allowance(source: WanSource, geometry: VideoGeometry) -> int:
@@ -56,6 +67,7 @@ def check_fits(
     encodes_text: bool,
     kept: int = 0,
     at_once: VideoGeometry | None = None,
+    parallel: ParallelConfig = _ONE_PROCESS,
 ) -> None:
     """Compare all that lives at the same time with what is free on the device.
 
@@ -64,12 +76,13 @@ def check_fits(
     Args:
         kept: bytes that live from the first step to the last, as those of a KV cache.
         at_once: what one forward and the VAE see of the video; None = all of it.
+        parallel: over how many processes it is split; each has a device and all weights.
 
     Raises:
         ConfigError: it does not fit; the text names the model, both numbers and what to do.
     """
     part = at_once or geometry
-    working = max(activation_allowance(source, part), decode_allowance(source, part)) + kept
+    working = max(activation_allowance(source, part, parallel), decode_allowance(source, part)) + kept
     if source.folder is not None and "vae" in source.parts:
         working += 4 * stored_elements(source.folder / "vae")
     encoder = 0

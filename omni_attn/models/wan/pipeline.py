@@ -16,6 +16,7 @@ import torch
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
 from omni_attn.layer import prepare_attention
+from omni_attn.models.agreement import check_alike
 from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings
 from omni_attn.models.wan.dmd import check_dmd_call, check_dmd_scheduler, set_dmd_timesteps
@@ -51,6 +52,12 @@ class Wan22Pipeline:
                 f"{'absent' if self.transformer_2 is None else 'given'}; the ratio says where transformer_2 takes "
                 "over, so give both or neither."
             )
+        second = self.transformer if self.transformer_2 is None else self.transformer_2
+        if second.parallel is not self.transformer.parallel:
+            raise MetadataError(
+                "Wan22Pipeline: transformer and transformer_2 split a video over different ranks, and serve one loop; "
+                "build both inside the same use_parallel(...)."
+            )
         if self.transformer.is_dmd:
             check_dmd_scheduler(self.scheduler, two_experts=self.transformer_2 is not None)
 
@@ -67,7 +74,7 @@ class Wan22Pipeline:
         generator: torch.Generator | None = None,
         progress: Progress = no_progress,
     ) -> torch.Tensor:
-        """Denoised latents, [B, C, T, H, W] float32 on the device of the input.
+        """Denoised latents, [B, C, T, H, W] float32 on the device of the input; the same on each of several ranks.
 
         Args:
             prompt: [1 or B, L, E] embeddings; `negative` is read where a guidance scale is above 1.
@@ -81,8 +88,16 @@ class Wan22Pipeline:
             progress: wraps the loop over timesteps.
 
         Raises:
-            MetadataError: inputs that do not fit the transformers or one another.
+            MetadataError: inputs that do not fit the transformers or one another, or differ between ranks.
         """
+        if self.transformer.parallel is not None:  # before anything that one rank alone may refuse
+            check_alike(
+                self.transformer.parallel,
+                {"num_inference_steps": num_inference_steps}
+                | {"guidance_scale": guidance_scale, "guidance_scale_2": guidance_scale_2}
+                | _named_tensors(latents, prompt, condition)
+                | {"generator": noise_state(self.scheduler, generator, latents.device)},
+            )
         if self.transformer.is_dmd:
             check_dmd_call(num_inference_steps, guidance_scale)
         if guidance_scale is None:
@@ -103,6 +118,8 @@ class Wan22Pipeline:
         on_host = timesteps.tolist()  # read once: comparing on the device would wait for it in every step
         sigmas = _sigmas(self.scheduler, on_host)
         options = step_options(self.scheduler, generator)
+        if self.transformer.parallel is not None:
+            check_alike(self.transformer.parallel, {"scheduler": (type(self.scheduler).__name__, on_host)})
         records = inputs.records
         for index in progress(range(len(on_host)), len(on_host), "denoising"):
             is_low_noise = self._is_low_noise(on_host[index])
@@ -179,6 +196,31 @@ def _sigmas(scheduler: Any, timesteps: list[float]) -> list[float]:
     if sigmas is None or len(sigmas) < len(timesteps):
         return [timestep / scheduler.config.num_train_timesteps for timestep in timesteps]
     return [float(sigma) for sigma in sigmas[: len(timesteps)].tolist()]
+
+
+def _named_tensors(
+    latents: torch.Tensor, prompt: PromptEmbeddings, condition: ImageCondition | None
+) -> dict[str, torch.Tensor | None]:
+    """What a loop starts from, by the names of its arguments."""
+    named = {"latents": latents, "prompt.positive": prompt.positive, "prompt.negative": prompt.negative}
+    if condition is None:
+        return named
+    return named | {f"condition.{name}": tensor for name, tensor in vars(condition).items()}
+
+
+def noise_state(
+    scheduler: Any, generator: torch.Generator | None, device: torch.device
+) -> torch.Tensor | None:
+    """The state of what a scheduler's `step` draws noise from; None if it draws none."""
+    draws = "generator" in inspect.signature(scheduler.step).parameters
+    if not draws or scheduler.config.get("stochastic_sampling") is False:
+        return None
+    if generator is not None:
+        return generator.get_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
 
 
 def step_options(scheduler: Any, generator: torch.Generator | None) -> dict[str, torch.Generator]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omni_attn.models.layers import multiply_add
+from omni_attn.parallel.shards import Span
 
 _THETA = 10000.0
 _MAX_CACHED = 4  # a 720p grid holds about 80 MB; four cover a person who alternates between sizes
@@ -65,21 +66,31 @@ class RopeCache:
 
     def __init__(self, head_size: int) -> None:
         self._head_size = head_size
-        self._tables: dict[tuple[tuple[int, int, int], torch.device, int], RopeTable] = {}
+        self._tables: dict[tuple[tuple[int, int, int], torch.device, int, Span | None], RopeTable] = {}
 
-    def get(self, grid: tuple[int, int, int], device: torch.device, first_frame: int = 0) -> RopeTable:
-        key = (grid, device, first_frame)
+    def get(
+        self,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        first_frame: int = 0,
+        span: Span | None = None,
+    ) -> RopeTable:
+        """See build_rope_table; with a span only its tokens."""
+        key = (grid, device, first_frame, span)
         if key not in self._tables:
             if len(self._tables) == _MAX_CACHED:
                 del self._tables[next(iter(self._tables))]
             # A table made inside inference mode could not take part in a later training step.
             with torch.inference_mode(False):
-                self._tables[key] = build_rope_table(self._head_size, grid, device, first_frame)
+                table = build_rope_table(self._head_size, grid, device, first_frame)
+                if span is not None:  # a copy, so that the rest is not kept
+                    table = RopeTable(*(part[:, span[0] : span[1]].clone() for part in table))
+                self._tables[key] = table
         return self._tables[key]
 
 
 def apply_rope(input_BSHD: Tensor, table: RopeTable) -> Tensor:
     """Channels 2i and 2i + 1 rotated together, in float32: (x0 cos - x1 sin, x0 sin + x1 cos)."""
-    pairs = input_BSHD.reshape(*input_BSHD.shape[:-1], -1, 2)
+    pairs = input_BSHD.reshape(*input_BSHD.shape[:-1], input_BSHD.shape[-1] // 2, 2)
     first, second = pairs[..., :1], pairs[..., 1:]
     return multiply_add(first * table.first, second, table.second, input_BSHD.dtype).flatten(-2)

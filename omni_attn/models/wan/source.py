@@ -16,6 +16,7 @@ from omni_attn.models.folders import find_folder, is_listed, read_index, read_pa
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.experts import ReadConfig, check_experts, read_expert, vae_factors
 from omni_attn.models.wan.presets import DMD_FLOW_SHIFT, WAN_PRESETS, WanPreset
+from omni_attn.parallel.shards import Shards
 
 DMD_CLASS, CAUSAL_DMD_CLASS = "WanDMDPipeline", "WanCausalDMDPipeline"
 PIPELINE_CLASSES = ("WanPipeline", "WanImageToVideoPipeline", DMD_CLASS)
@@ -112,9 +113,15 @@ class WanSource:
         grid = self.transformer.token_grid(*latent)
         return VideoGeometry(generation.num_frames, generation.height, generation.width, latent, grid)
 
-    def attention_lengths(self, generation: GenerationConfig) -> dict[str, tuple[int, int]]:
-        """Role -> (query tokens, key tokens) for every kind of attention call in these transformers."""
-        return self.transformer.attention_lengths(self.geometry(generation).grid)
+    def attention_lengths(self, generation: GenerationConfig, ranks: int = 1) -> dict[str, tuple[int, int]]:
+        """Role -> (query tokens, key tokens) for every kind of attention call in these transformers.
+
+        Of a video that several ranks share, cross-attention has the largest of their pieces: what is selected by these
+        lengths has to be the same on all of them.
+        """
+        geometry = self.geometry(generation)
+        own = max(Shards.even(geometry.num_tokens, ranks).sizes)
+        return self.transformer.attention_lengths(geometry.grid, own_tokens=own)
 
 
 def load_source(model: str) -> WanSource:

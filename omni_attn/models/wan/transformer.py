@@ -68,11 +68,11 @@ class WanTransformer(nn.Module):
     def device(self) -> torch.device:
         return self.proj_out.weight.device
 
-    def _head(self, tokens_BSC: Tensor, time_BT1C: Tensor, grid: Grid) -> Tensor:
-        """The velocity [B, out_channels, F, H, W] that leaves the last block as tokens."""
+    def _head(self, tokens_BSC: Tensor, time_BT1C: Tensor) -> Tensor:
+        """The velocity of each token that leaves the last block: its patch, for `unpatchify`."""
         shift, scale = (self.scale_shift_table.float() + time_BT1C).unbind(2)
-        patches = self.proj_out(modulated_layer_norm(tokens_BSC, shift, scale, self.config.eps))
-        return unpatchify(patches, grid, self.config.patch_size)
+        patches: Tensor = self.proj_out(modulated_layer_norm(tokens_BSC, shift, scale, self.config.eps))
+        return patches
 
 
 def load_pretrained(

@@ -77,6 +77,7 @@ def gated_backend(
             summary="sparse, for tests",
             dtypes=frozenset({"float32"}),
             layer_inputs=frozenset({"gate_compress"}),
+            sequence_parallel=frozenset({"ulysses"}),
             compile_mode="traceable",
         )
 

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from omni_attn.errors import MetadataError
+from omni_attn.errors import ConfigError, MetadataError
 from omni_attn.kv_cache import PagedStep
 from omni_attn.models.wan.causal.block import BlockCalls, CausalCrossAttention, CausalWanBlock
 from omni_attn.models.wan.causal.config import check_causal, read_causal_config
@@ -20,7 +20,8 @@ from omni_attn.models.wan.causal.plan import CachePlan
 from omni_attn.models.wan.config import Grid, WanConfig
 from omni_attn.models.wan.inputs import check_latent_inputs
 from omni_attn.models.wan.rope import RopeTable
-from omni_attn.models.wan.transformer import WanTransformer, load_pretrained
+from omni_attn.models.wan.transformer import WanTransformer, load_pretrained, unpatchify
+from omni_attn.parallel.context import current_parallel
 
 
 class CausalWanModel(WanTransformer):
@@ -36,11 +37,18 @@ class CausalWanModel(WanTransformer):
         is_dmd: its weights are distilled to a few steps.
 
     Raises:
-        ConfigError: the transformer reads pictures, or patches span several latent frames.
+        ConfigError: the transformer reads pictures, patches span several latent frames, or it would be built among
+            ranks that split a sequence.
     """
 
     def __init__(self, config: WanConfig, plan: CachePlan, *, is_dmd: bool = False) -> None:
         check_causal(config)
+        if (parallel := current_parallel()) is not None:
+            raise ConfigError(
+                f"parallel: {parallel.config.describe()} splits a sequence over {parallel.config.size} ranks, and "
+                "CausalWanModel makes a video chunk by chunk from pages that lie on one device. Leave out parallel, or "
+                "run WanModel (pipeline: wan), which splits"
+            )
         super().__init__(config, partial(CausalWanBlock, plan=plan), is_dmd=is_dmd)
         self.plan = plan
         self._layers = [
@@ -119,4 +127,4 @@ class CausalWanModel(WanTransformer):
         for block, (frames, text) in zip(self.blocks, self._layers, strict=True):
             calls = BlockCalls(step[frames], step[text])
             tokens_BSC = block(tokens_BSC, None, modulation_BT6C, rope, calls)
-        return self._head(tokens_BSC, time_BT1C, grid)
+        return unpatchify(self._head(tokens_BSC, time_BT1C), grid, self.config.patch_size)

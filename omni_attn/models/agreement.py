@@ -1,0 +1,45 @@
+"""What all ranks of a split model have to be given alike: each computes a piece of what should be one result."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from omni_attn.errors import MetadataError
+from omni_attn.parallel.context import Parallel
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_alike(parallel: Parallel, named: Mapping[str, object]) -> None:
+    """Nothing if every rank holds the same; else an error on every rank.
+
+    It waits for the device and for all ranks, so it is for the beginning of a run.
+
+    Args:
+        parallel: the ranks.
+        named: tensors, and whatever else is told apart by its text, by the names a person gave them under.
+
+    Raises:
+        MetadataError: they differ; the text names what, and the ranks.
+    """
+    found = parallel.everyone.share_counts([fingerprint(value) for value in named.values()])
+    for name, marks in zip(named, zip(*found, strict=True), strict=True):
+        if other := [str(rank) for rank, mark in enumerate(marks) if mark != marks[0]]:
+            raise MetadataError(
+                f"{name} differs between the {len(marks)} ranks that split one sequence: rank {', '.join(other)} from "
+                "rank 0. Give every rank the same, for noise from a generator of one seed"
+            )
+
+
+def fingerprint(value: object) -> int:
+    """A number that is the same for equal values, and hardly ever for others."""
+    if not isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value).encode())
+    bits = value.detach().contiguous().view(_INTEGERS[value.element_size()]).flatten()
+    # By place, so that another order is another number; odd factors lose no bit where products wrap around.
+    place = 2 * torch.arange(bits.shape[0], device=bits.device) + 1
+    about = zlib.crc32(repr((tuple(value.shape), value.dtype)).encode())
+    return int((bits * place).sum()) * 2**32 + about

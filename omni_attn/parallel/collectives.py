@@ -1,0 +1,168 @@
+"""What ranks exchange: a thin protocol, what is made of it, and groups without processes.
+
+All tensors are exchanged along their first dimension. Calls are differentiable, and traced by torch.compile.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from omni_attn.errors import MetadataError
+
+
+class Collectives(Protocol):
+    """One group of ranks, seen from one of them."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in it."""
+
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Starts to send the first send[0] rows to rank 0, the next send[1] to rank 1, and so on.
+
+        Args:
+            rows: [sum(send), ...], contiguous.
+            send, receive: rows for each rank, and from each.
+
+        Returns:
+            What `wait` makes [sum(receive), ...], rows of rank 0 first. Nothing else may be done with it before.
+        """
+
+    def start_all_gather(self, rows: Tensor) -> Tensor:
+        """Starts to send all rows, of which every rank has as many, to all ranks.
+
+        Args:
+            rows: [rows, ...], contiguous.
+
+        Returns:
+            What `wait` makes [size * rows, ...], those of rank 0 first. Nothing else may be done with it before.
+        """
+
+    def wait(self, pending: Tensor) -> Tensor:
+        """The rows, once they are there; on a GPU the current stream waits, and the host does not."""
+
+    def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The counts of every rank, on the host, for which every rank waits."""
+
+
+def all_to_all(group: Collectives, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows sent and received; see Collectives.start_all_to_all."""
+    return group.wait(group.start_all_to_all(rows, send, receive))
+
+
+def all_gather(group: Collectives, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The rows of all ranks, [sum(sizes), ...], those of rank 0 first; `sizes` says how many each has.
+
+    Unequal pieces are padded to the longest and cut again: libraries know how to spread equal ones over the links
+    between hosts, each link once, which sending one's rows to every other rank does not.
+    """
+    longest = max(sizes)
+    lacking = longest - rows.shape[0]
+    if longest == 0:
+        return rows
+    padded = rows if not lacking else torch.cat((rows, rows.new_zeros((lacking, *rows.shape[1:]))))
+    gathered = group.wait(group.start_all_gather(padded))
+    if min(sizes) == longest:
+        return gathered
+    pieces = gathered.view(group.size, longest, *rows.shape[1:]).unbind()
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+
+def start_shift(group: Collectives, rows: Tensor, receive: int) -> Tensor:
+    """Starts to send the rows to the rank before this one, and to receive so many from the one behind; see `wait`."""
+    send, take = [0] * group.size, [0] * group.size
+    send[(group.rank - 1) % group.size] = rows.shape[0]
+    take[(group.rank + 1) % group.size] = receive
+    return group.start_all_to_all(rows, send, take)
+
+
+def tied(output: Tensor, *beside: Tensor) -> Tensor:
+    """The output, whose backward pass goes through these tensors too, with zeros.
+
+    For what came in an exchange and may have no part in this rank's result, since it is hidden, or behind the end of a
+    packed sequence: a rank that left out an exchange's backward pass would keep the other ranks waiting.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    nothing = [tensor.flatten()[:0].sum() for tensor in beside if tensor.requires_grad]
+    return output + torch.stack(nothing).sum() if nothing else output
+
+
+class Connected:
+    """What stands for connections of this process: copies of a model share it, and no file can hold it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise pickle.PicklingError(
+            "A layer built inside use_parallel holds the connections of its process, which cannot be stored or sent. "
+            "Save state_dict(), and build the model anew where it is read"
+        )
+
+
+class LoneCollectives(Connected):
+    """The one rank of a group of one, which sends to itself."""
+
+    size, rank = 1, 0
+
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See Collectives."""
+        assert list(send) == list(receive) == [rows.shape[0]], f"{rows.shape[0]} rows, sent as {list(send)}"
+        return rows
+
+    def start_all_gather(self, rows: Tensor) -> Tensor:
+        """See Collectives."""
+        return rows
+
+    def wait(self, pending: Tensor) -> Tensor:
+        """See Collectives."""
+        return pending
+
+    def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """See Collectives."""
+        return (tuple(counts),)
+
+
+class PlannedCollectives(Connected):
+    """The first of so many ranks that nobody connected."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Refuses.
+
+        Raises:
+            MetadataError: always.
+        """
+        raise self._unconnected()
+
+    def start_all_gather(self, rows: Tensor) -> Tensor:
+        """Refuses, as start_all_to_all does."""
+        raise self._unconnected()
+
+    def wait(self, pending: Tensor) -> Tensor:
+        """Refuses, as start_all_to_all does."""
+        raise self._unconnected()
+
+    def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Refuses, as start_all_to_all does."""
+        raise self._unconnected()
+
+    def _unconnected(self) -> MetadataError:
+        return MetadataError(
+            f"a sequence split over {self.size} ranks was planned, and no processes are connected: start them with "
+            "torchrun and build the model inside use_parallel(connect(config))"
+        )
