@@ -77,6 +77,15 @@ def all_gather(group: Collectives, rows: Tensor, sizes: Sequence[int]) -> Tensor
     return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
 
 
+def from_first(group: Collectives, tensor: Tensor) -> Tensor:
+    """The first rank's tensor, of which every rank has one of the same shape and dtype, on every rank."""
+    own, count = tensor.flatten(), tensor.numel()
+    receive = [count, *[0] * (group.size - 1)]
+    if group.rank == 0:
+        return all_to_all(group, own.repeat(group.size), [count] * group.size, receive).view(tensor.shape)
+    return all_to_all(group, own[:0], [0] * group.size, receive).view(tensor.shape)
+
+
 def start_shift(group: Collectives, rows: Tensor, receive: int) -> Tensor:
     """Starts to send the rows to the rank before this one, and to receive so many from the one behind; see `wait`."""
     send, take = [0] * group.size, [0] * group.size

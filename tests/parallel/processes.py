@@ -1,4 +1,4 @@
-"""Processes for tests of what is split over ranks: kept for a run of pytest, and connected anew for each piece of work."""
+"""Processes for tests of what is split over ranks: kept for all tests, and connected anew for each piece of work."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_attn.config import MiniMaxH3GenerationConfig, PipelineConfig
+from omni_attn.models.agreement import of_first_rank
 from omni_attn.models.calibration import calibrate_pipeline
 from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
@@ -159,6 +160,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
         pictures = open_pictures(generation)
         prompt, prompt_notes = gather_prompt(generation, source, pictures, device, dtype)
         keyframes, keyframe_notes = gather_keyframes(generation, source, geometry, pictures, vaes[0], device)
+        prompt, keyframes = of_first_rank(prompt, device), of_first_rank(keyframes, device)
         transformer, weight_notes = _load_weights(model, source, generation.seed, device, dtype, progress)
     notes = (
         *source.notes,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from omni_attn.config import PipelineConfig, WanGenerationConfig
+from omni_attn.models.agreement import of_first_rank
 from omni_attn.models.calibration import calibrate_pipeline
 from omni_attn.models.family import CachedChoice, generation_as
 from omni_attn.models.gates import unread_gates_note
@@ -162,6 +163,7 @@ def prepare(config: PipelineConfig, *, progress: Progress = no_progress) -> Prep
         vae = load_vae(source)  # early: a broken one must not be found out after the last step
         prompt, prompt_notes = gather_prompt(generation, source, device, dtype)
         condition, image_notes = gather_image(generation, source, geometry, vae, device)
+        prompt, condition = of_first_rank(prompt, device), of_first_rank(condition, device)
         experts, weight_notes = _load_weights(model, source, generation.seed, device, dtype, progress)
     pipeline = Wan22Pipeline(
         transformer=experts[0],
