@@ -136,7 +136,10 @@ def save_contact_sheet(
     cell = (max(1, round(width * scale)), max(1, round(height * scale)))
     title_font, font = font_of_size(22), font_of_size(14)
     text_width = max([title_font.getlength(title), *(font.getlength(line) for line in caption)])
-    grid_width = columns * cell[0] + (columns - 1) * _GAP
+    labels = [f"{unit} {index}" for index in shown]
+    # Small frames lie as far apart as their labels are long.
+    pitch = max(cell[0], *(1 + math.ceil(font.getlength(label)) for label in labels)) + _GAP
+    grid_width = columns * pitch - _GAP
     sheet_width = 2 * _MARGIN + max(grid_width, math.ceil(text_width))
     top = _MARGIN + 40
     grid_height = rows * (cell[1] + _LABEL + _GAP)
@@ -145,11 +148,11 @@ def save_contact_sheet(
     )
     draw = drawing.Draw(sheet)
     draw.text((_MARGIN, _MARGIN - 4), title, font=title_font, fill=INK)
-    for position, index in enumerate(shown):
-        left = _MARGIN + position % columns * (cell[0] + _GAP)
+    for position, (index, label) in enumerate(zip(shown, labels, strict=True)):
+        left = _MARGIN + position % columns * pitch
         upper = top + position // columns * (cell[1] + _LABEL + _GAP)
         sheet.paste(_to_picture(frames[index]).resize(cell, pillow.Resampling.BICUBIC), (left, upper))
-        draw.text((left + 1, upper + cell[1] + 2), f"{unit} {index}", font=font, fill=FAINT)
+        draw.text((left + 1, upper + cell[1] + 2), label, font=font, fill=FAINT)
     for number, line in enumerate(caption):
         draw.text((_MARGIN, top + grid_height + number * (_CAPTION + 3)), line, font=font, fill=FAINT)
     return replace_whole(path, sheet.save)

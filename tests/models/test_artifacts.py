@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from omni_attn.errors import ConfigError
 from omni_attn.models import artifacts
 from omni_attn.models.artifacts import (
     create_output_folder,
+    font_of_size,
     latents_to_frames,
     replace_whole,
     save_contact_sheet,
@@ -82,6 +85,18 @@ def test_a_sheet_shows_the_frames(tmp_path: Path, count: int) -> None:
         assert 80 < sheet.width <= 1300 and 60 < sheet.height < 1600
         assert sheet.getpixel((0, 0)) == sheet.getpixel((sheet.width - 1, sheet.height - 1))  # margins
         assert len(sheet.getcolors(2**24)) > 50
+
+
+def test_labels_of_small_frames_do_not_run_into_one_another(tmp_path: Path) -> None:
+    """Two white frames of 8 x 8, enlarged by 8 at most: the second picture begins behind the first one's label."""
+    frames = torch.full((2, 8, 8, 3), 255, dtype=torch.uint8)
+    path = save_contact_sheet(tmp_path / "sheet.png", frames, title="t", caption=[], unit="latent frame")
+    label = math.ceil(font_of_size(14).getlength("latent frame 0"))
+    assert label > 64
+    with Image.open(path) as sheet:
+        white = [x for x in range(sheet.width) if sheet.getpixel((x, 24 + 40 + 32)) == (255, 255, 255)]
+    gaps = [right - left for left, right in pairwise(white) if right - left > 1]
+    assert len(white) == 2 * 64 and len(gaps) == 1 and gaps[0] + 63 > label
 
 
 @pytest.mark.parametrize("breaks", [False, True])
