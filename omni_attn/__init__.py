@@ -16,9 +16,10 @@ if TYPE_CHECKING:
         unregister_diffusion_backend,
     )
     from omni_attn.config import AttentionConfig, AttentionSpec, load_config, load_pipeline
-    from omni_attn.layer import Attention, prepare_attention
+    from omni_attn.layer import Attention
     from omni_attn.mla_layer import MLAAttention
     from omni_attn.paged_layer import PagedAttention
+    from omni_attn.preparation import prepare_attention
     from omni_attn.report import attention_report
     from omni_attn.selector import (
         collect_attention_requests,
@@ -44,7 +45,7 @@ _HOME = {
     "get_attn_backend_for_role": "omni_attn.selector",
     "load_config": "omni_attn.config",
     "load_pipeline": "omni_attn.config",
-    "prepare_attention": "omni_attn.layer",
+    "prepare_attention": "omni_attn.preparation",
     "register_diffusion_backend": "omni_attn.backends.registry",
     "select": "omni_attn.selector",
     "unregister_diffusion_backend": "omni_attn.backends.registry",

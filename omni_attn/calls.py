@@ -1,4 +1,4 @@
-"""Checks of one attention call: tensors against the layer, and against what was prepared."""
+"""Checks of one attention call: tensors and record against the layer, and against what was prepared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from omni_attn.backends.metadata import Prepared
+from omni_attn.backends.metadata import AttentionMetadata, Prepared
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.routes import Route
@@ -48,6 +48,19 @@ def check_tensors(
             f"{value.device}"
         )
     return query.shape[1], key.shape[1]
+
+
+def check_mask_usage(request: AttentionRequest, record: AttentionMetadata) -> None:
+    """Holds a record's mask against what the layer said of the masks it gets.
+
+    Raises:
+        MetadataError: it said "never".
+    """
+    if request.mask_usage == "never" and record.attn_mask is not None and record.mask_mode != "none":
+        raise MetadataError(
+            f'role "{request.role}": the layer said mask_usage="never", and a record with attn_mask came; state the '
+            "masks it gets, or leave the mask out"
+        )
 
 
 def check_prepared(where: str, made: Prepared, query: torch.Tensor, lengths: tuple[int, int]) -> None:

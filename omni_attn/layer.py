@@ -13,10 +13,10 @@ from torch.compiler import is_compiling as _is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
 from omni_attn.backends.metadata import AttentionMetadata, Prepared
-from omni_attn.calls import check_prepared, check_tensors, layer_inputs_of
+from omni_attn.calls import check_mask_usage, check_prepared, check_tensors, layer_inputs_of
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest, KVCacheSpec
-from omni_attn.parallel.context import Parallel, current_parallel
+from omni_attn.parallel.context import current_parallel
 from omni_attn.parallel.dispatch import split_layer
 from omni_attn.parallel.joint import JointTokens, check_joint, join_streams, split_joint
 from omni_attn.parallel.runner import NOT_SPLIT
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from omni_attn.calibration import LayerCalibration
     from omni_attn.config import AttentionConfig
     from omni_attn.facts.request import MaskUsage, SequenceParallel
-
-__all__ = ["Attention", "prepare_attention"]
-
+    from omni_attn.parallel.strategy import Strategy
 
 # No record holds it, so that a layer's first call takes the whole way.
 _NO_CALL: tuple[Prepared, Any, Any] = (Prepared(None, (0, 0)), (), None)
@@ -107,11 +105,13 @@ class Attention(nn.Module):
             )
         scope, ranks = current_scope(), current_parallel()
         parallel = None if skip_sequence_parallel else ranks
-        if parallel is not None and sequence_parallel not in (None, parallel.mode):
-            raise ValueError(
-                f'role "{role}": sequence_parallel={sequence_parallel!r}, and the ranks in force are connected for '
-                f"{parallel.mode}: leave it out, or connect them for it"
-            )
+        if parallel is not None:
+            if sequence_parallel not in (None, parallel.mode):
+                raise ValueError(
+                    f'role "{role}": sequence_parallel={sequence_parallel!r}, and the ranks in force are connected for '
+                    f"{parallel.mode}: leave it out, or connect them for it"
+                )
+            sequence_parallel = parallel.mode
         hints = scope.lengths.get(role, (None, None))
         self.request = AttentionRequest(
             role=role,
@@ -128,7 +128,7 @@ class Attention(nn.Module):
             max_seqlen_q=hints[0] if max_seqlen_q is None else max_seqlen_q,
             max_seqlen_k=hints[1] if max_seqlen_k is None else max_seqlen_k,
             video_grid=video_grid,
-            sequence_parallel=_mode(sequence_parallel, parallel) if not skip_sequence_parallel else None,
+            sequence_parallel=None if skip_sequence_parallel else sequence_parallel,
             requires_grad=requires_grad,
             compile=compile,
             window=window,
@@ -150,12 +150,12 @@ class Attention(nn.Module):
         self._calibration: LayerCalibration | None = None
         self._config, self._platform = scope.config_for(config), scope.platform_or_current()
         self._is_among_ranks = ranks is not None
-        states_only = scope.collected is not None
-        self._split = None if parallel is None or states_only else split_layer(self.request, parallel)
+        self._split: Strategy | None = None
         routes: tuple[Route, ...] = ()
-        if custom_attention is None and scope.collected is None:
-            routes = self._build_routes(self.request)
-        elif custom_attention is None and scope.collected is not None:
+        if scope.collected is None:
+            self._split = None if parallel is None else split_layer(self.request, parallel)
+            routes = self._build_routes(self.request) if custom_attention is None else ()
+        elif custom_attention is None:
             scope.collected.append(CollectedLayer(self.request, prefix))
         self._settle(routes)
 
@@ -174,7 +174,7 @@ class Attention(nn.Module):
                 route.builder.calibration = self._calibration
         if routes:
             # One object for layers of equal needs: compiled code then sees that equal layers are equal.
-            self.request = routes[0].selection.request
+            self.request, self._split = routes[0].selection.request, routes[0].split
             self.group_id = group_name(routes)
             self._dtypes = tuple(getattr(torch, name) for name in served_dtypes(routes[0], self._platform))
         stated = self.request.dtype
@@ -253,7 +253,7 @@ class Attention(nn.Module):
             raise MetadataError(
                 f'role "{self.role}": nothing was selected for this layer, so nothing is prepared'
             )
-        self._check_mask_usage(record)
+        check_mask_usage(self.request, record)
         made = record.prepared(self.group_id)
         if made is None or made.lengths != lengths or made.mask_version != record.mask_version:
             made = build_prepared(self._routes, record, lengths)
@@ -357,10 +357,10 @@ class Attention(nn.Module):
 
         Compiled code only reads what was prepared; a call without a record is simple enough to build in a trace.
         """
+        made = None if metadata is None else metadata.prepared(self.group_id)
         if _is_compiling():
             if metadata is None and self._split is None:
                 return Prepared(self._routes[0].builder.build(AttentionMetadata(), lengths), lengths)
-            made = None if metadata is None else metadata.prepared(self.group_id)
             if made is None:
                 raise MetadataError(
                     f'role "{self.role}": the record was not prepared before compiled code; call '
@@ -368,19 +368,13 @@ class Attention(nn.Module):
                 )
             return made
         record = self._own_record if metadata is None else metadata
-        self._check_mask_usage(record)
-        made = None if metadata is None else metadata.prepared(self.group_id)
-        if made is None and self._split is not None:
+        check_mask_usage(self.request, record)
+        if made is not None:
+            return made
+        if self._split is not None:
             # Other ranks may have another number of tokens in each call, so nothing is kept.
             return build_prepared(self._routes, record, lengths, own=True)
-        return made or self.prepare(record, lengths)
-
-    def _check_mask_usage(self, record: AttentionMetadata) -> None:
-        if self.request.mask_usage == "never" and record.attn_mask is not None and record.mask_mode != "none":
-            raise MetadataError(
-                f'role "{self.role}": the layer said mask_usage="never", and a record with attn_mask came; state the '
-                "masks it gets, or leave the mask out"
-            )
+        return self.prepare(record, lengths)
 
     def _check_call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
         if not self._routes:
@@ -422,46 +416,3 @@ class Attention(nn.Module):
         return (
             f"role={self.role!r}, heads={self.request.num_heads}x{self.request.head_size}, runs={self.route}"
         )
-
-
-def _mode(stated: SequenceParallel | None, parallel: Parallel | None) -> SequenceParallel | None:
-    return parallel.mode if stated is None and parallel is not None else stated
-
-
-def prepare_attention(
-    model: nn.Module,
-    records: Mapping[str, AttentionMetadata],
-    lengths: Mapping[str, tuple[int, int]],
-) -> None:
-    """Prepares one step: each group of layers builds once what its calls need. Call it before the blocks run.
-
-    Args:
-        model: module whose Attention layers are prepared.
-        records: role -> what the calls of that role look like; roles not named stay unprepared.
-        lengths: role -> (query tokens, key tokens), for every role in records: of the whole sequence, joint streams
-            included, where the layers split it over ranks; what each rank has for layers that do not.
-
-    Raises:
-        MetadataError: a role that no layer has or that lacks lengths; one record for calls of different lengths; or
-            a record that a backend cannot express.
-    """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    roles = {layer.role for layer in layers}
-    for role in records:
-        if role not in roles:
-            raise MetadataError(f'no layer has role "{role}"; the roles of this model are {sorted(roles)}')
-        if role not in lengths:
-            raise MetadataError(f'role "{role}" has a record but no lengths: give (query tokens, key tokens)')
-    done: dict[tuple[int, str], tuple[str, tuple[int, int]]] = {}
-    for layer in layers:
-        record = records.get(layer.role)
-        if record is None or layer.custom_attention is not None:
-            continue
-        wanted = (lengths[layer.role][0], lengths[layer.role][1])
-        role, known = done.setdefault((id(record), layer.group_id), (layer.role, wanted))
-        if known != wanted:
-            raise MetadataError(
-                f'roles "{role}" and "{layer.role}" share one record but have lengths {known} and {wanted}: state one '
-                "record per kind of call"
-            )
-        layer.prepare(record, wanted)

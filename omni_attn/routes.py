@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_attn.config.names import canonical_name
 from omni_attn.errors import BackendImportError
 from omni_attn.facts import AttentionRequest, KernelFacts
-from omni_attn.parallel.runner import ParallelBuilder, ParallelImpl, SplitLayer
+from omni_attn.parallel.runner import ParallelBuilder, ParallelImpl
+from omni_attn.parallel.strategy import Strategy
+from omni_attn.parallel.views import OWN
 from omni_attn.selector import Selection, later_fallbacks, log_selection, select
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Route:
     builder: AttentionMetadataBuilder
     called: AttentionImpl | ParallelImpl
     prepares: AttentionMetadataBuilder | ParallelBuilder
-    split: SplitLayer | None = None
+    split: Strategy | None = None
 
     @property
     def label(self) -> str:
@@ -64,7 +66,7 @@ def build_routes(
     config: AttentionConfig,
     platform: OmniPlatform,
     overrides: Mapping[str, type[AttentionImpl]],
-    split: SplitLayer | None = None,
+    split: Strategy | None = None,
 ) -> tuple[Route, ...]:
     """The selected route first, then one per accepted fallback.
 
@@ -108,7 +110,7 @@ def construct_selected(
 
 
 def _build_fallback(
-    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: SplitLayer | None
+    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: Strategy | None
 ) -> Route | None:
     try:
         return _build_route(selection, overrides, split)
@@ -125,7 +127,7 @@ def _log_passed_over(selection: Selection, error: BackendImportError) -> None:
 
 
 def _build_route(
-    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: SplitLayer | None
+    selection: Selection, overrides: Mapping[str, type[AttentionImpl]], split: Strategy | None
 ) -> Route:
     impl_cls = overriding_class(selection, selection.backend_cls.get_impl_cls(), overrides)
     builder_cls = impl_cls.builder_cls or selection.backend_cls.get_builder_cls()
@@ -144,7 +146,7 @@ def _build_route(
     builders = {name: builder for name, (_, builder) in built.items()}
     called = ParallelImpl(split, impls, lse_backward=_facts_of(selection).lse_backward)
     prepares = ParallelBuilder(split, builders)
-    return Route(selection, impls["own"], builders["own"], called, prepares, split)
+    return Route(selection, impls[OWN], builders[OWN], called, prepares, split)
 
 
 def _facts_of(selection: Selection) -> KernelFacts:

@@ -13,32 +13,21 @@ from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
-from omni_attn.facts import AttentionRequest
 from omni_attn.parallel.collectives import all_gather
-from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.joint import JointTokens
 from omni_attn.parallel.shards import Shards, Span
-from omni_attn.parallel.strategy import OWN, ParallelMetadata, Strategy, Tokens
-from omni_attn.parallel.views import View, places, view_record
+from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens
+from omni_attn.parallel.views import OWN, View, places, view_record
 
 
 class AllGatherKV(Strategy):
-    """See the module.
-
-    Args:
-        request: of the layer.
-        parallel: the ranks, all of which gather.
-    """
+    """See the module."""
 
     mode: ClassVar[str] = "allgather_kv"
 
-    def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
-        super().__init__(request)
-        self.group = parallel.everyone
-
     def describe(self) -> str:
         """See Strategy."""
-        return f"{self.group.size} ranks gather all keys and values, and attend from their own tokens"
+        return f"{self.parallel.everyone.size} ranks gather all keys and values, and attend from their own tokens"
 
     def views(
         self, record: AttentionMetadata, query: Shards, key: Shards, joint: JointTokens, rank: int
@@ -71,7 +60,7 @@ class AllGatherKV(Strategy):
         """Keys [B, S, G, D] and values [B, S, G, Dv] of all ranks, from this one's, in one exchange: strided."""
         parts = (key, value)
         rows = torch.cat([part.transpose(0, 1).flatten(2) for part in parts], dim=2)  # [S, B, G * (D + Dv)]
-        columns = all_gather(self.group, rows, sizes).split_with_sizes(
+        columns = all_gather(self.parallel.everyone, rows, sizes).split_with_sizes(
             [part.shape[2] * part.shape[3] for part in parts], dim=2
         )
         keys, values = (

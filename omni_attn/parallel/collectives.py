@@ -54,11 +54,6 @@ class Collectives(Protocol):
         """The counts of every rank, on the host, for which every rank waits."""
 
 
-def all_to_all(group: Collectives, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows sent and received; see Collectives.start_all_to_all."""
-    return group.wait(group.start_all_to_all(rows, send, receive))
-
-
 def all_gather(group: Collectives, rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """The rows of all ranks, [sum(sizes), ...], those of rank 0 first; `sizes` says how many each has.
 
@@ -79,11 +74,12 @@ def all_gather(group: Collectives, rows: Tensor, sizes: Sequence[int]) -> Tensor
 
 def from_first(group: Collectives, tensor: Tensor) -> Tensor:
     """The first rank's tensor, of which every rank has one of the same shape and dtype, on every rank."""
-    own, count = tensor.flatten(), tensor.numel()
-    receive = [count, *[0] * (group.size - 1)]
-    if group.rank == 0:
-        return all_to_all(group, own.repeat(group.size), [count] * group.size, receive).view(tensor.shape)
-    return all_to_all(group, own[:0], [0] * group.size, receive).view(tensor.shape)
+    count = tensor.numel()
+    sent, rows = (
+        (count, tensor.flatten().repeat(group.size)) if group.rank == 0 else (0, tensor.flatten()[:0])
+    )
+    send, receive = [sent] * group.size, [count, *[0] * (group.size - 1)]
+    return group.wait(group.start_all_to_all(rows, send, receive)).view(tensor.shape)
 
 
 def start_shift(group: Collectives, rows: Tensor, receive: int) -> Tensor:
@@ -143,35 +139,17 @@ class LoneCollectives(Connected):
 
 
 class PlannedCollectives(Connected):
-    """The first of so many ranks that nobody connected."""
+    """The first of so many ranks that nobody connected: every exchange is a MetadataError."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Refuses.
-
-        Raises:
-            MetadataError: always.
-        """
-        raise self._unconnected()
-
-    def start_all_gather(self, rows: Tensor) -> Tensor:
-        """Refuses, as start_all_to_all does."""
-        raise self._unconnected()
-
-    def wait(self, pending: Tensor) -> Tensor:
-        """Refuses, as start_all_to_all does."""
-        raise self._unconnected()
-
-    def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Refuses, as start_all_to_all does."""
-        raise self._unconnected()
-
-    def _unconnected(self) -> MetadataError:
-        return MetadataError(
+    def _refuse(self, *asked: Any, **named: Any) -> NoReturn:
+        raise MetadataError(
             f"a sequence split over {self.size} ranks was planned, and no processes are connected: start them with "
             "torchrun and build the model inside use_parallel(connect(config))"
         )
+
+    start_all_to_all = start_all_gather = wait = share_counts = _refuse

@@ -101,7 +101,7 @@ def predict(call: AttentionCall, config: ParallelConfig, machine: Machine) -> Pr
 
 def calibrated(machine: Machine, call: AttentionCall, seconds: float) -> Machine:
     """The machine, with the rate at which this call takes so many seconds on one rank."""
-    predicted = kernel_seconds(call, machine, call.tokens, _keys_seen(call), call.heads)
+    predicted = _one_rank_seconds(call, machine)
     return replace(machine, attention_flops=machine.attention_flops * predicted / seconds)
 
 
@@ -143,6 +143,10 @@ def _keys_seen(call: AttentionCall) -> float:
     return call.tokens / 2 if call.causal else call.tokens
 
 
+def _one_rank_seconds(call: AttentionCall, machine: Machine) -> float:
+    return kernel_seconds(call, machine, call.tokens, _keys_seen(call), call.heads)
+
+
 def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Machine) -> Prediction:
     """Ulysses around a ring; either may have one rank."""
     traders, rounds = config.ulysses_degree, config.ring_degree
@@ -151,9 +155,8 @@ def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Mac
     counts = [split.counts(rank) for rank in range(traders)]
     heads, key_heads = max(first for first, _ in counts), max(second for _, second in counts)
     sizes, queries = shards.sizes[:traders], shards.joined(traders).sizes[0]
-    whole_heads = [
-        (1 + call.beside_query) * first + 2 * second for first, second in counts
-    ]  # of query, key, value
+    # Of query, key, value and what travels with the query.
+    sent_heads = [(1 + call.beside_query) * first + 2 * second for first, second in counts]
 
     pieces = len(split.cut(config.head_pieces))
     compute = pieces * kernel_seconds(
@@ -161,14 +164,14 @@ def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Mac
     )
     sent, copied, launches, exchanged = 0, 0.0, 0, 0.0
     if traders > 1:
-        there = [[call.bytes_of(size, width) for width in whole_heads] for size in sizes]
+        there = [[call.bytes_of(size, width) for width in sent_heads] for size in sizes]
         back = [[call.bytes_of(size, first) for size in sizes] for first, _ in counts]
         for matrix in (there, back):
             sent += max(sum(row) - row[rank] for rank, row in enumerate(matrix))
             exchanged += pieces * machine.all_to_all_seconds(
                 [[count // pieces for count in row] for row in matrix]
             )
-        copied += 2 * (call.bytes_of(sizes[0], sum(whole_heads)) + call.bytes_of(sizes[0], call.heads))
+        copied += 2 * (call.bytes_of(sizes[0], sum(sent_heads)) + call.bytes_of(sizes[0], call.heads))
         runs = len(set(counts))  # of ranks with as many heads, which one copy serves
         # Pieces of heads do not follow one another in the tensors of a rank.
         launches += (runs if pieces == 1 else traders * pieces) * (3 + call.beside_query) + 1
@@ -197,7 +200,7 @@ def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Mac
         copy_seconds=copied / machine.copy + launches * machine.launch,
         exchange_seconds=exchanged,
         exposed_seconds=exposed,
-        one_rank_seconds=kernel_seconds(call, machine, call.tokens, _keys_seen(call), call.heads),
+        one_rank_seconds=_one_rank_seconds(call, machine),
     )
 
 
@@ -218,7 +221,7 @@ def _gathered(call: AttentionCall, config: ParallelConfig, machine: Machine) -> 
         copy_seconds=copied / machine.copy + launches * machine.launch,
         exchange_seconds=exchanged,
         exposed_seconds=exchanged,
-        one_rank_seconds=kernel_seconds(call, machine, call.tokens, _keys_seen(call), call.heads),
+        one_rank_seconds=_one_rank_seconds(call, machine),
     )
 
 

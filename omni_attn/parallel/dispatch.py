@@ -11,7 +11,7 @@ from omni_attn.parallel.allgather import AllGatherKV
 from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.pieces import UlyssesInPieces
 from omni_attn.parallel.ring import Ring
-from omni_attn.parallel.runner import NOT_SPLIT, SplitLayer
+from omni_attn.parallel.runner import NOT_SPLIT
 from omni_attn.parallel.strategy import Strategy
 from omni_attn.parallel.ulysses import Ulysses
 from omni_attn.parallel.ulysses_ring import UlyssesRing
@@ -41,7 +41,7 @@ def describe_split(request: AttentionRequest, config: ParallelConfig) -> str | N
     return split_layer(request, Parallel.planned(config)).describe()
 
 
-def split_layer(request: AttentionRequest, parallel: Parallel) -> SplitLayer:
+def split_layer(request: AttentionRequest, parallel: Parallel) -> Strategy:
     """How a layer is split among these ranks, in the mode of their configuration.
 
     Raises:
@@ -54,5 +54,4 @@ def split_layer(request: AttentionRequest, parallel: Parallel) -> SplitLayer:
             f'parallel: role "{request.role}" has a window of {request.window} tokens, which {mode} would cut at the '
             "borders between ranks. Set ulysses_degree alone"
         )
-    make = STRATEGIES[mode]
-    return SplitLayer(make(request, parallel), parallel, make)
+    return STRATEGIES[mode](request, parallel)

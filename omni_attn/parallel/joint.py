@@ -93,16 +93,11 @@ def check_joint(
             )
 
 
-def join(own: Tensor, joint: Tensor | None, order: str) -> Tensor:
+def _join(own: Tensor, joint: Tensor | None, order: str) -> Tensor:
     """[B, S, ...] with the joint tokens before ("front") or behind ("rear") them."""
     if joint is None:
         return own
     return torch.cat((joint, own) if order == "front" else (own, joint), dim=1)
-
-
-def key_order(causal: bool, order: str) -> str:
-    """Where joint keys are put: in a causal layer in front, where every query sees them, whatever was stated."""
-    return "front" if causal else order
 
 
 def join_streams(
@@ -113,10 +108,13 @@ def join_streams(
     joint: Mapping[str, Tensor],
     order: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with the joint tokens beside the others."""
-    keys = key_order(request.causal, order)
+    """Query, key and value with the joint tokens beside the others.
+
+    Joint keys of a causal layer are put in front, where every query sees them, whatever was stated.
+    """
+    keys = "front" if request.causal else order
     return (
-        join(query, joint.get("joint_query"), order),
-        join(key, joint.get("joint_key"), keys),
-        join(value, joint.get("joint_value"), keys),
+        _join(query, joint.get("joint_query"), order),
+        _join(key, joint.get("joint_key"), keys),
+        _join(value, joint.get("joint_value"), keys),
     )

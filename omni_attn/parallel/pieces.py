@@ -12,19 +12,14 @@ from omni_attn.facts import AttentionRequest
 from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.joint import JointTokens, join_streams
 from omni_attn.parallel.shards import Shards
-from omni_attn.parallel.strategy import OWN, ParallelMetadata, Tokens, check_inputs
+from omni_attn.parallel.strategy import ParallelMetadata, Tokens, check_inputs
 from omni_attn.parallel.trade import HeadTrade, beside_one_another
 from omni_attn.parallel.ulysses import Ulysses
-from omni_attn.parallel.views import View, view_record
+from omni_attn.parallel.views import OWN, View, view_record
 
 
 class UlyssesInPieces(Ulysses):
-    """See the module. With one piece, where heads are not to be cut, it is Ulysses.
-
-    Args:
-        request: of the layer.
-        parallel: the ranks, those of whose Ulysses group trade.
-    """
+    """See the module. With one piece, where heads are not to be cut, it is Ulysses."""
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
         super().__init__(request, parallel)

@@ -15,27 +15,22 @@ from omni_attn.parallel.joint import JointTokens
 from omni_attn.parallel.rounds import RingRounds
 from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens
-from omni_attn.parallel.views import View
+from omni_attn.parallel.views import OWN, View
 
 
 class Ring(Strategy):
-    """See the module.
-
-    Args:
-        request: of the layer.
-        parallel: the ranks, those of whose ring hand keys and values round.
-    """
+    """See the module."""
 
     mode: ClassVar[str] = "ring"
     needs_lse: ClassVar[bool] = True
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
-        super().__init__(request)
+        super().__init__(request, parallel)
         self.rounds = RingRounds(parallel.ring, request)
 
     def geometries(self) -> dict[str, dict[str, Any]]:
         """See Strategy."""
-        return self.rounds.geometries(super().geometries()["own"])
+        return self.rounds.geometries(super().geometries()[OWN])
 
     def describe(self) -> str:
         """See Strategy."""

@@ -18,10 +18,10 @@ from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest
 from omni_attn.parallel.collectives import Collectives, start_shift, tied
 from omni_attn.parallel.joint import JointTokens, join_streams
-from omni_attn.parallel.parts import merge_part
-from omni_attn.parallel.shards import Shards, Span
+from omni_attn.parallel.parts import Part, merge_part
+from omni_attn.parallel.shards import Shards, Span, count_tokens
 from omni_attn.parallel.strategy import ParallelMetadata, Tokens
-from omni_attn.parallel.views import View, places, view_record
+from omni_attn.parallel.views import OWN, View, places, view_record
 
 _PLACED_FIELDS = frozenset({"attn_mask", "cu_seqlens_q", "packed_padding"})
 """What makes calls of equal lengths differ by where their tokens lie."""
@@ -40,7 +40,7 @@ class RingRounds:
 
     def geometries(self, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The local impls by name, see Strategy.geometries; `own` are the keywords of the layer's."""
-        return {"own": own, "full": own | {"causal": False}} if self.request.causal else {"own": own}
+        return {OWN: own, "full": own | {"causal": False}} if self.request.causal else {OWN: own}
 
     def describe(self) -> str:
         """For a person."""
@@ -49,7 +49,7 @@ class RingRounds:
 
     def impl_of(self, shard: int, rank: int) -> str:
         """The impl that attends to a shard: in a causal layer all keys of an earlier one are seen by every query."""
-        return "full" if self.request.causal and shard != rank else "own"
+        return "full" if self.request.causal and shard != rank else OWN
 
     def views(
         self,
@@ -81,8 +81,10 @@ class RingRounds:
         views: dict[str, View] = {}
         alike: dict[tuple[str, tuple[int, int]], View] = {}
         for shard in range(rank + 1 if causal else self.group.size):
-            keys = _key_places(key.spans[shard], joint, key.total, with_joint=shard == rank)
-            sizes = (_count(queries), _count(keys))
+            # Joint keys are seen once, in the round of the own shard.
+            is_own = shard == rank
+            keys = places(key.spans[shard], joint.key, joint.order, key.total, with_joint=is_own)
+            sizes = (count_tokens(queries), count_tokens(keys))
             if 0 in sizes:
                 continue
             name = self.impl_of(shard, rank)
@@ -116,7 +118,7 @@ class RingRounds:
         )
         rank, ranks = self.group.rank, self.group.size
         held = torch.cat((key.flatten(), value.flatten()))
-        merged: tuple[Tensor, Tensor] | None = None
+        merged: Part | None = None
         passed: list[Tensor] = []
         done = 0
         for shard in (number % ranks for number in range(rank, rank + ranks)):
@@ -160,18 +162,6 @@ class RingRounds:
                 "causal attention in a ring needs queries and keys packed alike: leave out cu_seqlens_k, or state both "
                 f"as equal tuples of ints. {instead}"
             )
-
-
-def _key_places(span: Span, joint: JointTokens, total: int, *, with_joint: bool) -> tuple[Span, ...]:
-    """Where a shard's keys lie in the whole; the joint ones are seen once, in the round of the own shard."""
-    if with_joint:
-        return places(span, joint.key, joint.order, total)
-    shift = joint.key if joint.order == "front" else 0
-    return ((span[0] + shift, span[1] + shift),)
-
-
-def _count(spans: tuple[Span, ...]) -> int:
-    return sum(end - start for start, end in spans)
 
 
 def _numbers(key: Tensor, value: Tensor, tokens: int) -> int:

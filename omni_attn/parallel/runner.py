@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from omni_attn.backends.abstract import AttentionImpl, AttentionMetadataBuilder
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.stated import read_record
 from omni_attn.errors import MetadataError
-from omni_attn.facts import AttentionRequest
 from omni_attn.parallel.collectives import tied
-from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.joint import JointTokens, split_joint
 from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens
-from omni_attn.parallel.views import View, in_key_order
+from omni_attn.parallel.views import OWN, View, in_key_order
 
 NOT_SPLIT = "not split: runs on each rank's own tensors"
 """What a layer that leaves its sequence to the model says of itself, among ranks."""
@@ -26,44 +23,16 @@ NOT_SPLIT = "not split: runs on each rank's own tensors"
 JOINT_FIELDS = frozenset({"joint_tokens", "joint_order"})
 
 
-@dataclass(frozen=True, eq=False)
-class SplitLayer:
-    """How one layer is split: the strategy, among these ranks, and what makes it."""
-
-    strategy: Strategy
-    parallel: Parallel
-    make: Callable[[AttentionRequest, Parallel], Strategy]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """See Strategy.key."""
-        return self.strategy.key
-
-    def geometries(self) -> dict[str, dict[str, Any]]:
-        """See Strategy.geometries."""
-        return self.strategy.geometries()
-
-    def describe(self) -> str:
-        """See Strategy.describe."""
-        return self.strategy.describe()
-
-    def holding(self, request: AttentionRequest) -> SplitLayer:
-        """The same for this request object, equal to the one that it was made for in all that decides a split."""
-        if request is self.strategy.request:
-            return self
-        return replace(self, strategy=self.make(request, self.parallel))
-
-
 class ParallelBuilder:
     """Prepares the local impls for each of their calls.
 
     Args:
-        split: how the layer is split.
+        strategy: how the layer is split.
         builders: of the local impls, by name.
     """
 
-    def __init__(self, split: SplitLayer, builders: Mapping[str, AttentionMetadataBuilder]) -> None:
-        self.strategy, self.parallel, self.builders = split.strategy, split.parallel, builders
+    def __init__(self, strategy: Strategy, builders: Mapping[str, AttentionMetadataBuilder]) -> None:
+        self.strategy, self.builders = strategy, builders
 
     @property
     def reads(self) -> frozenset[str]:
@@ -82,7 +51,7 @@ class ParallelBuilder:
                 f"joint_tokens={beside} of {lengths[0]} query and {lengths[1]} key tokens: lengths count the joint "
                 "streams, so they are at least as many"
             )
-        shards = self.parallel.shards
+        shards = self.strategy.parallel.shards
         return self._build(record, shards(lengths[0] - beside[0]), shards(lengths[1] - beside[1]))
 
     def build_shares(self, record: AttentionMetadata, counts: Sequence[tuple[int, ...]]) -> ParallelMetadata:
@@ -100,13 +69,13 @@ class ParallelBuilder:
         read_record(record, lengths)
         record = in_key_order(record, lengths, causal=self.strategy.request.causal)
         joint = JointTokens.of(record)
-        rank, ranks = self.parallel.rank, range(self.parallel.config.size)
+        parallel = self.strategy.parallel
+        rank, ranks = parallel.rank, range(parallel.config.size)
         of_rank = {number: self.strategy.views(record, query, key, joint, number) for number in ranks}
         views = of_rank[rank]
         # One product for calls that share a view.
-        made = {
-            id(view): self._product(view) for view in {id(view): view for view in views.values()}.values()
-        }
+        distinct = {id(view): view for view in views.values()}
+        made = {number: self._product(view) for number, view in distinct.items()}
         self._check_others({view.on_host for view in views.values()}, of_rank)
         products = {name: made[id(view)] for name, view in views.items()}
         seen = {name: view.lengths for name, view in views.items()}
@@ -136,16 +105,16 @@ class ParallelImpl:
     """Runs the local impls inside of the strategy's exchanges.
 
     Args:
-        split: how the layer is split.
+        strategy: how the layer is split.
         impls: local ones, by name.
         lse_backward: whether gradients flow through their log-sum-exp.
     """
 
     def __init__(
-        self, split: SplitLayer, impls: Mapping[str, AttentionImpl], *, lse_backward: bool = False
+        self, strategy: Strategy, impls: Mapping[str, AttentionImpl], *, lse_backward: bool = False
     ) -> None:
-        self.strategy, self.impls = split.strategy, impls
-        self._loses_gradients = split.strategy.needs_lse and not lse_backward
+        self.strategy, self.impls = strategy, impls
+        self._loses_gradients = strategy.needs_lse and not lse_backward
 
     def forward(
         self,
@@ -174,7 +143,7 @@ class ParallelImpl:
     def _check_gradients(self, *tensors: torch.Tensor) -> None:
         if any(tensor.requires_grad for tensor in tensors):
             raise MetadataError(
-                f'role "{self.strategy.request.role}": {self.impls["own"].backend} under {self.strategy.mode} has no '
+                f'role "{self.strategy.request.role}": {self.impls[OWN].backend} under {self.strategy.mode} has no '
                 "gradients, since none flow through its log-sum-exp: run under torch.no_grad(), choose TORCH_SDPA or "
                 "FLEX_ATTN, or use ulysses_degree alone"
             )

@@ -42,11 +42,11 @@ class Shards:
         )
 
 
-def overlap(first: Span, second: Span) -> int:
-    """Tokens that two spans have in common."""
-    return max(0, min(first[1], second[1]) - max(first[0], second[0]))
+def count_tokens(spans: Sequence[Span]) -> int:
+    """How many tokens the spans have."""
+    return sum(end - start for start, end in spans)
 
 
 def count_within(spans: Sequence[Span], length: int) -> int:
     """How many tokens of the spans are among the first `length` of the sequence."""
-    return sum(overlap(span, (0, length)) for span in spans)
+    return sum(max(0, min(end, length) - start) for start, end in spans)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -19,13 +19,12 @@ from omni_attn.backends.abstract import AttentionImpl
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest
+from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.joint import JointTokens, join_streams
 from omni_attn.parallel.shards import Shards
-from omni_attn.parallel.views import View
+from omni_attn.parallel.views import OWN, View
 
 Inputs = Mapping[str, Tensor]
-OWN = "own"
-"""Name of the layer's impl, and of a strategy's only call."""
 
 
 class Tokens(NamedTuple):
@@ -112,6 +111,7 @@ class Strategy(ABC):
 
     Args:
         request: of the layer, all its heads.
+        parallel: the ranks.
 
     Raises:
         ConfigError: (constructor) the layer cannot be split this way; the same on every rank, before any exchange.
@@ -122,8 +122,12 @@ class Strategy(ABC):
     #: Whether it merges parts, for which it calls forward_with_lse.
     needs_lse: ClassVar[bool] = False
 
-    def __init__(self, request: AttentionRequest) -> None:
-        self.request = request
+    def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
+        self.request, self.parallel = request, parallel
+
+    def holding(self, request: AttentionRequest) -> Self:
+        """The same for this request object, equal to the one that it was made for in all that decides a split."""
+        return self if request is self.request else type(self)(request, self.parallel)
 
     @property
     def local_heads(self) -> tuple[int, int]:

@@ -16,23 +16,18 @@ from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.heads import split_heads
 from omni_attn.parallel.joint import JointTokens
 from omni_attn.parallel.shards import Shards, Span
-from omni_attn.parallel.strategy import OWN, ParallelMetadata, Strategy, Tokens, check_inputs
+from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens, check_inputs
 from omni_attn.parallel.trade import HeadTrade
-from omni_attn.parallel.views import View, view_record
+from omni_attn.parallel.views import OWN, View, view_record
 
 
 class Ulysses(Strategy):
-    """See the module.
-
-    Args:
-        request: of the layer.
-        parallel: the ranks, those of whose Ulysses group trade.
-    """
+    """See the module."""
 
     mode: ClassVar[str] = "ulysses"
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
-        super().__init__(request)
+        super().__init__(request, parallel)
         heads, kv_heads = super().local_heads
         group, uneven = parallel.ulysses, parallel.config.uneven_heads
         self.trade = HeadTrade(

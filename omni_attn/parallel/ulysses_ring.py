@@ -20,16 +20,11 @@ from omni_attn.parallel.rounds import RingRounds
 from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.strategy import ParallelMetadata, Tokens
 from omni_attn.parallel.ulysses import Ulysses
-from omni_attn.parallel.views import View
+from omni_attn.parallel.views import OWN, View
 
 
 class UlyssesRing(Ulysses):
-    """See the module.
-
-    Args:
-        request: of the layer.
-        parallel: the ranks, those of whose Ulysses group trade, and of whose ring hand keys and values round.
-    """
+    """See the module."""
 
     mode: ClassVar[str] = "ulysses_ring"
     needs_lse: ClassVar[bool] = True
@@ -40,7 +35,7 @@ class UlyssesRing(Ulysses):
 
     def geometries(self) -> dict[str, dict[str, Any]]:
         """See Strategy."""
-        return self.rounds.geometries(super().geometries()["own"])
+        return self.rounds.geometries(super().geometries()[OWN])
 
     def describe(self) -> str:
         """See Strategy."""

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
 from omni_attn.errors import MetadataError
-from omni_attn.parallel.shards import Span, count_within
+from omni_attn.parallel.shards import Span, count_tokens, count_within
+
+OWN = "own"
+"""Name of the layer's impl, and of a strategy's only call."""
 
 _KEY_FIELDS = frozenset({"attn_mask", "kv_lengths", "cu_seqlens_q", "packed_padding"})
 
@@ -21,7 +24,7 @@ class View(NamedTuple):
 
     record: AttentionMetadata
     lengths: tuple[int, int]
-    impl: str = "own"
+    impl: str = OWN
 
     @property
     def on_host(self) -> tuple[object, ...]:
@@ -33,19 +36,21 @@ class View(NamedTuple):
         return (self.impl, self.lengths, *stated, *boundaries)
 
 
-def places(span: Span, joint: int, order: str, total: int) -> tuple[Span, ...]:
+def places(span: Span, joint: int, order: str, total: int, *, with_joint: bool = True) -> tuple[Span, ...]:
     """Where tokens of a span of the split sequence, and joint ones beside it, lie in the whole of both.
 
     Args:
         span: tokens of the sequence that is split.
-        joint: tokens of the joint stream that the call has; 0 = it has none.
+        joint: tokens of the joint stream; 0 = there is none.
         order: "front" or "rear".
         total: tokens of the sequence that is split.
+        with_joint: whether the call has the joint tokens too.
     """
-    start, end = span
     if order == "rear":
-        return (span, (total, total + joint)) if joint else (span,)
-    return ((0, joint), (joint + start, joint + end)) if joint else (span,)
+        own, beside = span, (total, total + joint)
+    else:
+        own, beside = (joint + span[0], joint + span[1]), (0, joint)
+    return tuple(sorted((own, beside))) if joint and with_joint else (own,)
 
 
 def view_record(
@@ -77,12 +82,11 @@ def view_record(
         changes["kv_lengths"] = (
             tuple(count_within(keys, length) for length in record.kv_lengths) if _ascend(keys) else None
         )
-    seen = (sum(end - start for start, end in queries), sum(end - start for start, end in keys))
-    return View(replace(record, **changes), seen)  # type: ignore[arg-type]
+    return View(replace(record, **changes), (count_tokens(queries), count_tokens(keys)))  # type: ignore[arg-type]
 
 
 def in_key_order(record: AttentionMetadata, lengths: tuple[int, int], *, causal: bool) -> AttentionMetadata:
-    """The record with joint keys where the impl gets them: those of a causal layer in front, see key_order.
+    """The record with joint keys where the impl gets them: those of a causal layer in front, see join_streams.
 
     Args:
         record: of the whole; lengths: (query tokens, key tokens) of the whole, joint ones among them.

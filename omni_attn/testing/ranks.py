@@ -28,10 +28,6 @@ class ThreadCollectives(Connected):
     def __init__(self, group: _Group, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size
 
-    def __deepcopy__(self, memo: object) -> ThreadCollectives:
-        """Itself, as of a process group."""
-        return self
-
     def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See omni_attn.parallel.collectives.Collectives."""
         assert rows.shape[0] == sum(send), (
@@ -88,7 +84,7 @@ def fake_ranks(config: ParallelConfig | dict[str, Any], work: Callable[[Parallel
     everyone = _Group(made.size)
     inner = [_Group(ulysses) for _ in range(made.size // ulysses)]
     outer = [_Group(ring) for _ in range(made.size // ring)]
-    settings = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(rank: int) -> Result:
         parallel = Parallel(
@@ -100,11 +96,7 @@ def fake_ranks(config: ParallelConfig | dict[str, Any], work: Callable[[Parallel
             ),
         )
         try:
-            with (
-                torch.inference_mode(settings[1]),
-                torch.set_grad_enabled(settings[0]),
-                use_parallel(parallel),
-            ):
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), use_parallel(parallel):
                 return work(parallel)
         except BaseException:
             for group in (everyone, *inner, *outer):

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from omni_attn.errors import BackendImportError, OmniAttnError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.plain import to_plain
 from omni_attn.platforms import OmniPlatform
+from omni_attn.preparation import prepare_attention
 from omni_attn.tuning.candidates import Candidate
 from omni_attn.tuning.cases import Case, Tensors
 from omni_attn.tuning.clocks import Call, clock_for, peak_bytes

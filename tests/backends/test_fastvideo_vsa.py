@@ -10,12 +10,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from omni_attn import Attention, AttentionConfig, AttentionMetadata, PackedPadding, use_attention_config
+from omni_attn import (
+    Attention,
+    AttentionConfig,
+    AttentionMetadata,
+    PackedPadding,
+    prepare_attention,
+    use_attention_config,
+)
 from omni_attn.backends.fastvideo_vsa_facts import EXECUTOR_ORDERS, VSA_VARIANTS
 from omni_attn.backends.sparse_executors import EXECUTORS
 from omni_attn.config import load_config
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.ops.reference import reference_attention
 from omni_attn.ops.video_tiles import Extent, partition, tile_sizes
 from omni_attn.platforms import current_omni_platform

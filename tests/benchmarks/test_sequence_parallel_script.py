@@ -10,7 +10,7 @@ import torch
 from benchmarks import parallel_packing as packing
 from benchmarks import sequence_parallel as script
 from benchmarks.parallel_ranks import StillCollectives
-from omni_attn.parallel.collectives import all_gather, all_to_all
+from omni_attn.parallel.collectives import all_gather
 from omni_attn.parallel.heads import split_heads
 from omni_attn.parallel.trade import HeadTrade
 
@@ -141,7 +141,7 @@ def test_all_ways_of_packing_are_the_same() -> None:
 
 def test_what_stands_still_has_the_right_shapes() -> None:
     still, rows = StillCollectives(3), torch.arange(6.0).view(3, 2)
-    assert all_to_all(still, rows, (1, 1, 1), (1, 1, 1)) is rows
-    assert all_to_all(still, rows, (1, 1, 1), (2, 2, 1)).shape == (5, 2)
+    assert still.start_all_to_all(rows, (1, 1, 1), (1, 1, 1)) is rows
+    assert still.start_all_to_all(rows, (1, 1, 1), (2, 2, 1)).shape == (5, 2)
     assert all_gather(still, rows, (3, 3, 2)).shape == (8, 2)
-    assert all_to_all(still, rows[:0], (0, 0, 0), (0, 0, 0)).shape == (0, 2)
+    assert still.start_all_to_all(rows[:0], (0, 0, 0), (0, 0, 0)).shape == (0, 2)

@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from omni_attn import Attention, AttentionConfig, AttentionMetadata, attention_report, use_attention_config
+from omni_attn import (
+    Attention,
+    AttentionConfig,
+    AttentionMetadata,
+    attention_report,
+    prepare_attention,
+    use_attention_config,
+)
 from omni_attn.backends.masked import MaskedMetadata, MaskedMetadataBuilder
 from omni_attn.backends.registry import DiffusionAttentionBackendEnum
 from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from tests.layer.counting import counting_backend
 from tests.layer.stands import HEAD_SIZE, Stand, every_stand, tensors
 

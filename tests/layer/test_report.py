@@ -6,9 +6,15 @@ import json
 
 from torch import nn
 
-from omni_attn import Attention, AttentionConfig, AttentionMetadata, attention_report, use_attention_config
+from omni_attn import (
+    Attention,
+    AttentionConfig,
+    AttentionMetadata,
+    attention_report,
+    prepare_attention,
+    use_attention_config,
+)
 from omni_attn.config import load_config
-from omni_attn.layer import prepare_attention
 from omni_attn.testing import fake_device, fake_kernels
 from tests.layer.stands import HEAD_SIZE, Stand, every_stand
 

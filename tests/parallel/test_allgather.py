@@ -186,7 +186,7 @@ def test_a_kernel_of_equal_causal_lengths_is_refused_when_the_layer_is_built() -
 
 def test_it_says_what_ranks_do() -> None:
     planned = Parallel.planned(ParallelConfig.model_validate(GATHER))
-    text = split_layer(REQUEST, planned).strategy.describe()
+    text = split_layer(REQUEST, planned).describe()
     assert text == "3 ranks gather all keys and values, and attend from their own tokens"
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from omni_attn import AttentionMetadata, PackedPadding
+from omni_attn import AttentionMetadata, PackedPadding, prepare_attention
 from omni_attn.config import ParallelConfig
 from omni_attn.errors import BackendRejectedError, MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.parallel import Parallel, use_parallel
 from omni_attn.testing import fake_ranks
 from omni_attn.testing.harness import allowed_error

@@ -140,8 +140,8 @@ def test_what_a_layer_says() -> None:
     def told(config: dict[str, int]) -> str:
         with use_parallel(ParallelConfig.model_validate(config)):
             split = layer((12, 12))
-        assert split.routes_taken is not None and split._split is not None
-        return split._split.strategy.describe()
+        assert split.parallel is not None
+        return split.parallel
 
     assert told(PIECES).endswith("6 of 12 heads each, in 3 pieces")
     assert told(PIECES | {"head_pieces": 5}).endswith("in 3 pieces")

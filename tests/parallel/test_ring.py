@@ -349,9 +349,7 @@ def test_words_for_a_person() -> None:
             use_parallel(ParallelConfig.model_validate(CONFIGS[name])),
             use_attention_config("TORCH_SDPA", device="cpu"),
         ):
-            split = Attention(5, 8, role="self")._split
-        assert split is not None
-        texts[name] = split.strategy.describe()
+            texts[name] = Attention(5, 8, role="self").parallel
     assert texts["ring 3"] == "3 ranks hand keys and values round, each attends to all keys in turn"
     assert texts["ulysses 2 ring 2"] == (
         "2 ranks trade tokens for heads, 2 to 3 of 5 heads each; "

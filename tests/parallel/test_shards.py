@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omni_attn.errors import ConfigError
 from omni_attn.parallel import Shards
 from omni_attn.parallel.heads import split_heads
-from omni_attn.parallel.shards import count_within, overlap
+from omni_attn.parallel.shards import count_within
 
 counts = st.integers(0, 40)
 ranks_of = st.integers(1, 9)
@@ -31,11 +31,6 @@ def test_neighbours_join_their_pieces(sizes: list[int], neighbours: int) -> None
     joined = shards.joined(neighbours)
     assert joined.sizes == tuple(size * neighbours for size in sizes)
     assert [span[0] for span in joined.spans] == [span[0] for span in shards.spans[::neighbours]]
-
-
-@given(spans, spans)
-def test_overlap_counts_common_tokens(first: tuple[int, int], second: tuple[int, int]) -> None:
-    assert overlap(first, second) == len(set(range(*first)) & set(range(*second)))
 
 
 @given(st.lists(spans, max_size=4), counts)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni_attn import Attention, AttentionMetadata, VideoLayout, use_attention_config
+from omni_attn import Attention, AttentionMetadata, VideoLayout, prepare_attention, use_attention_config
 from omni_attn.backends.fastvideo_vsa import FastVideoVSAImpl
 from omni_attn.config import load_config
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import MiniMaxH3VSAImpl
 from omni_attn.ops.block_sparse.selection import BlockSelection, block_map
 from omni_attn.parallel import Parallel, use_parallel

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from omni_attn import Attention, prepare_attention
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.config import AttentionSpec
 from omni_attn.errors import BackendImportError, MetadataError
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.ops.reference import reference_attention
 from omni_attn.report import attention_report
 from omni_attn.selector import select, use_attention_config

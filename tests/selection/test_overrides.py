@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from omni_attn import Attention, prepare_attention
 from omni_attn.backends.abstract import AttentionImpl
 from omni_attn.backends.cudnn_attn import CuDNNAttentionImpl
 from omni_attn.backends.masked import MaskedMetadataBuilder
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from omni_attn.errors import BackendRejectedError
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.platforms import CpuPlatform
 from omni_attn.report import attention_report
 from omni_attn.selector import use_attention_config

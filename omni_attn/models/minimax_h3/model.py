@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from omni_attn.backends.abstract import AttentionImpl
 from omni_attn.backends.metadata import AttentionMetadata, VideoLayout
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.layers import EmbeddingMLP
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import MiniMaxH3VSAImpl
 from omni_attn.models.minimax_h3.block import MiniMaxH3Block, OutputNorm, Records
@@ -27,6 +26,7 @@ from omni_attn.models.minimax_h3.pretrained import load_pretrained
 from omni_attn.models.minimax_h3.rope import build_rope_table
 from omni_attn.models.minimax_h3.rows import rows_here
 from omni_attn.parallel.context import current_parallel
+from omni_attn.preparation import prepare_attention
 
 
 class MiniMaxH3Model(nn.Module):

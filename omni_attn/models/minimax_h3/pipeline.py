@@ -15,7 +15,6 @@ from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.agreement import check_alike
 from omni_attn.models.minimax_h3.conditions import Keyframes, Prompt
 from omni_attn.models.minimax_h3.config import REFINER_ROLE
@@ -32,6 +31,7 @@ from omni_attn.models.minimax_h3.schedule import (
 )
 from omni_attn.models.minimax_h3.sequence import PackedSequence
 from omni_attn.models.runtime import Progress, no_progress
+from omni_attn.preparation import prepare_attention
 
 
 @dataclass(eq=False)

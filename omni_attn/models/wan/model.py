@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata
-from omni_attn.layer import prepare_attention
 from omni_attn.models.wan.block import Records, WanBlock
 from omni_attn.models.wan.config import TEXT_TOKENS, Grid, WanConfig
 from omni_attn.models.wan.inputs import check_inputs
 from omni_attn.models.wan.transformer import WanTransformer, load_pretrained, unpatchify
 from omni_attn.parallel.context import current_parallel
 from omni_attn.parallel.shards import Span
+from omni_attn.preparation import prepare_attention
 
 
 class WanModel(WanTransformer):

@@ -15,13 +15,13 @@ import torch
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.agreement import check_alike
 from omni_attn.models.runtime import Progress, no_progress
 from omni_attn.models.wan.conditions import ImageCondition, PromptEmbeddings
 from omni_attn.models.wan.dmd import check_dmd_call, check_dmd_scheduler, set_dmd_timesteps
 from omni_attn.models.wan.loop import LoopInputs, build_loop_inputs
 from omni_attn.models.wan.model import WanModel
+from omni_attn.preparation import prepare_attention
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni_attn import prepare_attention
 from omni_attn.config import AttentionConfig
-from omni_attn.layer import prepare_attention
 from omni_attn.models.minimax_h3.model import MiniMaxH3Model
 from omni_attn.selector import use_attention_config
 from tests.models.minimax_h3.tiny_models import Kind, build_inputs, build_model

@@ -9,10 +9,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from omni_attn import Attention, prepare_attention
 from omni_attn.backends.metadata import AttentionMetadata, PackedPadding
 from omni_attn.config import AttentionConfig
 from omni_attn.errors import BackendRejectedError, MetadataError
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.models.minimax_h3 import model as h3_model
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import (
     MiniMaxH3CompetingVSAImpl,

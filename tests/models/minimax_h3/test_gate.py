@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from omni_attn.layer import prepare_attention
+from omni_attn import prepare_attention
 from omni_attn.models.minimax_h3.gate import CompressionGate, look_at_gates
 from omni_attn.models.minimax_h3.model import MiniMaxH3Model
 from tests.models.minimax_h3.sparse_models import SPARSE, SPARSE_KIND, run, sparse_model

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from omni_attn import prepare_attention
 from omni_attn.config import AttentionConfig
-from omni_attn.layer import prepare_attention
 from omni_attn.models.minimax_h3.model import MiniMaxH3Model
 from omni_attn.selector import use_attention_config
 from tests.models.minimax_h3.sparse_models import SPARSE, SPARSE_KIND, run, sparse_model

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from omni_attn import prepare_attention
 from omni_attn.backends.metadata import AttentionMetadata, VideoLayout
 from omni_attn.errors import MetadataError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.minimax_h3.model import MiniMaxH3Model
 from tests.models.minimax_h3.tiny_models import KINDS, build_inputs, build_model
 

@@ -11,9 +11,9 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from omni_attn import Attention, prepare_attention
 from omni_attn.config import MiniMaxH3GenerationConfig, ParallelConfig
 from omni_attn.errors import BackendRejectedError, MetadataError
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.models.minimax_h3.conditions import Keyframes, Prompt
 from omni_attn.models.minimax_h3.config import REFINER_ROLE
 from omni_attn.models.minimax_h3.model import MiniMaxH3Model

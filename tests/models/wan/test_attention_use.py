@@ -13,8 +13,8 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import omni_attn.models
+from omni_attn import Attention, prepare_attention
 from omni_attn.backends.metadata import AttentionMetadata
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.models.wan import model as wan_model
 from omni_attn.models.wan.model import WanModel
 from omni_attn.ops.reference import reference_attention

@@ -12,8 +12,8 @@ import torch._dynamo.testing
 from safetensors.torch import save_file
 from torch import Tensor
 
+from omni_attn import prepare_attention
 from omni_attn.config import PipelineConfig
-from omni_attn.layer import prepare_attention
 from omni_attn.models.wan.config import WanConfig
 from omni_attn.models.wan.family import build_meta_model, run
 from omni_attn.models.wan.model import WanModel

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni_attn import Attention, prepare_attention
 from omni_attn.config import ParallelConfig, PipelineConfig
 from omni_attn.errors import BackendRejectedError, ConfigError, MetadataError
-from omni_attn.layer import Attention, prepare_attention
 from omni_attn.models.wan.causal.model import CausalWanModel
 from omni_attn.models.wan.causal.plan import CachePlan
 from omni_attn.models.wan.family import attention_lengths

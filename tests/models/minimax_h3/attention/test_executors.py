@@ -10,8 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from omni_attn import AttentionMetadata, PackedPadding, VideoLayout
-from omni_attn.layer import prepare_attention
+from omni_attn import AttentionMetadata, PackedPadding, VideoLayout, prepare_attention
 from omni_attn.ops.block_sparse.selection import block_map
 from tests.inspection.stubs import EXECUTOR
 from tests.layer.stands import Stand, assert_close

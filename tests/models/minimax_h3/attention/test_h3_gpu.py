@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni_attn import Attention, PackedPadding
+from omni_attn import Attention, PackedPadding, prepare_attention
 from omni_attn.backends.abstract import AttentionBackend
 from omni_attn.backends.fastvideo_vsa_facts import VSA_VARIANTS
 from omni_attn.errors import BackendRejectedError
-from omni_attn.layer import prepare_attention
 from omni_attn.ops.block_sparse.prefix_selector import prefix_dense_topk
 from omni_attn.platforms import current_omni_platform
 from tests.gpu.machine import on_gpu

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from omni_attn import AttentionMetadata
+from omni_attn import AttentionMetadata, prepare_attention
 from omni_attn.backends.fastvideo_vsa import FastVideoVSABackend, FastVideoVSAImpl
 from omni_attn.backends.fastvideo_vsa_builder import FastVideoVSAMetadataBuilder
 from omni_attn.errors import BackendRejectedError
-from omni_attn.layer import prepare_attention
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import (
     MiniMaxH3CompetingVSAImpl,
     MiniMaxH3VSAImpl,
