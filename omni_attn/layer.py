@@ -17,9 +17,8 @@ from omni_attn.calls import check_mask_usage, check_prepared, check_tensors, lay
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts import AttentionRequest, KVCacheSpec
 from omni_attn.parallel.context import current_parallel
-from omni_attn.parallel.dispatch import split_layer
+from omni_attn.parallel.dispatch import NOT_SPLIT, split_layer
 from omni_attn.parallel.joint import JointTokens, check_joint, join_streams, split_joint
-from omni_attn.parallel.runner import NOT_SPLIT
 from omni_attn.products import build_prepared
 from omni_attn.routes import (
     Route,

@@ -11,10 +11,12 @@ from omni_attn.parallel.allgather import AllGatherKV
 from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.pieces import UlyssesInPieces
 from omni_attn.parallel.ring import Ring
-from omni_attn.parallel.runner import NOT_SPLIT
 from omni_attn.parallel.strategy import Strategy
 from omni_attn.parallel.ulysses import Ulysses
 from omni_attn.parallel.ulysses_ring import UlyssesRing
+
+NOT_SPLIT = "not split: runs on each rank's own tensors"
+"""What a layer that leaves its sequence to the model says of itself, among ranks."""
 
 
 def _ulysses(request: AttentionRequest, parallel: Parallel) -> Strategy:

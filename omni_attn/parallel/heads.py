@@ -37,17 +37,17 @@ class HeadSplit:
         Args:
             at_most: pieces.
         """
-        counts = [self.counts(rank) for rank in range(len(self.query))]
-        common = math.gcd(*(kv_heads for _, kv_heads in counts))
-        if self.repeat > 1 or any(not kv_heads for _, kv_heads in counts):
+        kv_heads = [end - start for start, end in self.key]
+        if self.repeat > 1 or 0 in kv_heads:
             return (self,)
-        pieces = max(n for n in range(1, at_most + 1) if common % n == 0)
-        query, key = (
-            [[_piece(span, n, pieces) for span in spans] for n in range(pieces)]
-            for spans in (self.query, self.key)
-        )
+        pieces = max(n for n in range(1, at_most + 1) if math.gcd(*kv_heads) % n == 0)
         return tuple(
-            HeadSplit(tuple(first), tuple(second), 1) for first, second in zip(query, key, strict=True)
+            HeadSplit(
+                query=tuple(_piece(span, number, pieces) for span in self.query),
+                key=tuple(_piece(span, number, pieces) for span in self.key),
+                repeat=1,
+            )
+            for number in range(pieces)
         )
 
 

@@ -76,13 +76,11 @@ def check_joint(
             "together"
         )
     check_order(request, stated)
-    groups = request.num_kv_heads
-    sizes = (
-        (request.num_heads, request.head_size),
-        (groups, request.head_size),
-        (groups, request.value_head_size),
-    )
-    wanted = dict(zip(JOINT_INPUTS, sizes, strict=True))
+    wanted = {
+        "joint_query": (request.num_heads, request.head_size),
+        "joint_key": (request.num_kv_heads, request.head_size),
+        "joint_value": (request.num_kv_heads, request.value_head_size),
+    }
     for name, tensor in joint.items():
         fits = (tensor.shape[0], *tensor.shape[2:]) == (query.shape[0], *wanted[name])
         if not fits or tensor.dtype != query.dtype or tensor.device != query.device:

@@ -17,10 +17,7 @@ from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens
 from omni_attn.parallel.views import OWN, View, in_key_order
 
-NOT_SPLIT = "not split: runs on each rank's own tensors"
-"""What a layer that leaves its sequence to the model says of itself, among ranks."""
-
-JOINT_FIELDS = frozenset({"joint_tokens", "joint_order"})
+_JOINT_FIELDS = frozenset({"joint_tokens", "joint_order"})
 
 
 class ParallelBuilder:
@@ -37,7 +34,7 @@ class ParallelBuilder:
     @property
     def reads(self) -> frozenset[str]:
         """Fields of the record that decide what is prepared."""
-        return JOINT_FIELDS.union(*(builder.reads for builder in self.builders.values()))
+        return _JOINT_FIELDS.union(*(builder.reads for builder in self.builders.values()))
 
     def build(self, record: AttentionMetadata, lengths: tuple[int, int]) -> ParallelMetadata:
         """M for calls on each rank's even share of `lengths` = (query tokens, key tokens) of the whole sequence.

@@ -1,9 +1,10 @@
-"""Ranks whose exchanges are written down."""
+"""Ranks whose exchanges are looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,11 +12,21 @@ from omni_attn.parallel import Parallel
 from omni_attn.parallel.collectives import Collectives
 
 
-class CountedCollectives:
-    """Passes everything on, and notes what each exchange sends."""
+class PassedOn:
+    """A group that passes everything on; what derives from it looks at some of it."""
 
     def __init__(self, inner: Collectives) -> None:
-        self.inner, self.size, self.rank = inner, inner.size, inner.rank
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class CountedCollectives(PassedOn):
+    """Notes how many numbers each exchange sends."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
         self.sent: list[int] = []
 
     def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -26,14 +37,8 @@ class CountedCollectives:
         self.sent.append(rows.numel())
         return self.inner.start_all_gather(rows)
 
-    def wait(self, pending: Tensor) -> Tensor:
-        return self.inner.wait(pending)
-
-    def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        return self.inner.share_counts(counts)
-
 
 def counted(parallel: Parallel) -> tuple[Parallel, list[int]]:
     """The same rank, and the numbers that each exchange of its Ulysses group sends."""
     group = CountedCollectives(parallel.ulysses)
-    return replace(parallel, ulysses=group), group.sent
+    return replace(parallel, ulysses=group), group.sent  # type: ignore[arg-type]

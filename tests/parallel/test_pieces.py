@@ -16,8 +16,10 @@ from omni_attn import Attention, AttentionMetadata, VideoLayout, prepare_attenti
 from omni_attn.config import ParallelConfig
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import MiniMaxH3VSAImpl
 from omni_attn.parallel import Parallel, use_parallel
+from omni_attn.parallel.collectives import Collectives
 from omni_attn.parallel.heads import split_heads
 from omni_attn.testing import fake_ranks
+from tests.parallel.counted import PassedOn
 
 PIECES = {"ulysses_degree": 2, "head_pieces": 3}
 
@@ -86,22 +88,20 @@ def test_masks_of_each_head_and_joint_streams(mask_heads: int, order: str) -> No
     torch.testing.assert_close(together, alone[:, video], atol=1e-5, rtol=0)
 
 
-class Noting:
-    """A group that writes down what is started and waited for."""
+class Noting(PassedOn):
+    """Writes down what is started and waited for."""
 
-    def __init__(self, inner: object, log: list[str]) -> None:
-        self.inner, self.log = inner, log
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
+    def __init__(self, inner: Collectives, log: list[str]) -> None:
+        super().__init__(inner)
+        self.log = log
 
     def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         self.log.append("start")
-        return self.inner.start_all_to_all(rows, send, receive)  # type: ignore[attr-defined, no-any-return]
+        return self.inner.start_all_to_all(rows, send, receive)
 
     def wait(self, pending: Tensor) -> Tensor:
         self.log.append("wait")
-        return self.inner.wait(pending)  # type: ignore[attr-defined, no-any-return]
+        return self.inner.wait(pending)
 
 
 def test_pieces_travel_while_others_attend() -> None:

@@ -8,27 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel import work
+from tests.parallel import scene, work
 from tests.parallel.processes import Processes
-from tests.parallel.scene import Call, randn
+from tests.parallel.scene import Call, every_mode, randn
 
 Config = dict[str, Any]
 CONFIGS: dict[str, Config] = {
-    "ulysses 2": {"ulysses_degree": 2},
-    "ulysses 3": {"ulysses_degree": 3},
+    **scene.CONFIGS,
     "ulysses 4": {"ulysses_degree": 4},
-    "ring 2": {"ring_degree": 2},
-    "ring 3": {"ring_degree": 3},
     "ring 4": {"ring_degree": 4},
-    "ulysses 2 ring 2": {"ulysses_degree": 2, "ring_degree": 2},
-    "allgather 2": {"allgather_degree": 2},
-    "allgather 3": {"allgather_degree": 3},
     "allgather 4": {"allgather_degree": 4},
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-every_mode = pytest.mark.parametrize(
-    "config", [CONFIGS[name] for name in ("ulysses 2", "ring 2", "ulysses 2 ring 2", "allgather 2")], ids=str
-)
 KEEP = torch.arange(11) < torch.tensor([[8], [5]])
 
 SHAPES = {

@@ -27,6 +27,7 @@ from omni_attn.parallel.parts import Part, merge_part
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import fake_device, fake_ranks
 from tests.layer.stands import STANDS, Stand
+from tests.parallel.counted import PassedOn
 from tests.parallel.scene import CONFIGS, Call, every_config, randn
 
 RINGS = [{"ring_degree": 3}, {"ulysses_degree": 2, "ring_degree": 2}]
@@ -34,22 +35,22 @@ every_ring = pytest.mark.parametrize("config", RINGS, ids=str)
 FLASH = next(stand for stand in STANDS if stand.name == "FLASH_ATTN")
 
 
-class LoggedCollectives:
-    """Collectives that write down when they are called, and with how many numbers."""
+class LoggedCollectives(PassedOn):
+    """Writes down when it is called, and with how many numbers."""
 
-    def __init__(self, group: Collectives, log: list[Any]) -> None:
-        self.group, self.log = group, log
-        self.size, self.rank = group.size, group.rank
+    def __init__(self, inner: Collectives, log: list[Any]) -> None:
+        super().__init__(inner)
+        self.log = log
         self.arrived: list[weakref.ref[Tensor]] = []
 
     def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         self.log.append(("send", sum(send)))
         assert send[(self.rank - 1) % self.size] == sum(send), "to the rank before, and to no other"
-        return self.group.start_all_to_all(rows, send, receive)
+        return self.inner.start_all_to_all(rows, send, receive)
 
     def wait(self, pending: Tensor) -> Tensor:
         self.log.append("wait")
-        arrived = self.group.wait(pending)
+        arrived = self.inner.wait(pending)
         self.arrived.append(weakref.ref(arrived))
         return arrived
 
