@@ -66,7 +66,7 @@ def build_routes(
     config: AttentionConfig,
     platform: OmniPlatform,
     overrides: Mapping[str, type[AttentionImpl]],
-    split: Strategy | None = None,
+    split: Strategy | None,
 ) -> tuple[Route, ...]:
     """The selected route first, then one per accepted fallback.
 

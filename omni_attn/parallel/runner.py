@@ -107,9 +107,7 @@ class ParallelImpl:
         lse_backward: whether gradients flow through their log-sum-exp.
     """
 
-    def __init__(
-        self, strategy: Strategy, impls: Mapping[str, AttentionImpl], *, lse_backward: bool = False
-    ) -> None:
+    def __init__(self, strategy: Strategy, impls: Mapping[str, AttentionImpl], *, lse_backward: bool) -> None:
         self.strategy, self.impls = strategy, impls
         self._loses_gradients = strategy.needs_lse and not lse_backward
 
