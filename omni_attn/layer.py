@@ -296,10 +296,12 @@ class Attention(nn.Module):
         Args:
             query: [B, Sq, H, D]; packed sequences as [1, T, H, D].
             key: [B, Sk, G, D]; value: [B, Sk, G, Dv]; same dtype and device as query.
-            metadata: the step's record; None = plain dense attention.
+            metadata: the step's record; None = plain dense attention. Its lengths and masks are those of the whole
+                sequence where ranks split it, and query, key and value then this rank's tokens.
 
         Returns:
-            [B, Sq, H, Dv], contiguous, in query's dtype; rows that see no key are zeros.
+            [B, Sq, H, Dv], contiguous, in query's dtype; rows that see no key are zeros. With a joint query of Jq
+            tokens among the record's layer inputs [B, Jq + Sq, H, Dv], in the order of the streams.
 
         Raises:
             MetadataError: shapes, lengths, masks or layer inputs do not fit.

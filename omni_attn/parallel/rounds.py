@@ -132,7 +132,7 @@ class RingRounds:
                 part = impls[self.impl_of(shard, rank)].forward_with_lse(query, keys, values, product)
                 done += 1
                 merged = merge_part(merged, part, is_last=done == len(products))
-            if torch.is_grad_enabled():  # elsewhere what has passed by is not held on to
+            if held.requires_grad:  # what has no gradient is let go once it has passed by
                 passed.append(held)
             if coming is not None:
                 held = self.group.wait(coming)
