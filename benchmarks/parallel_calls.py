@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -180,23 +180,28 @@ class Forwards:
 
 
 def splits(
-    ranks: int, heads: int, pieces: Iterable[int] = (), *, ulysses_alone: bool = False
+    ranks: int,
+    heads: int,
+    pieces: Iterable[int] = (),
+    *,
+    ulysses_alone: bool = False,
+    ways: Sequence[bool | None] = (None,),
 ) -> list[ParallelConfig]:
     """The configurations of so many ranks: Ulysses, also in pieces, ring, both, gathered keys and values.
 
     Args:
         heads: of the call, which decide whether there can be pieces.
         pieces: numbers to try.
+        ways: values of symmetric_memory, where it decides how exchanges travel.
     """
     shared = split_heads(heads, heads, ranks, role="measured")
     numbers = sorted({len(shared.cut(number)) for number in (1, *pieces)})
     found = [ParallelConfig(ulysses_degree=ranks, head_pieces=number) for number in numbers]
-    if ulysses_alone:
-        return found
-    found.append(ParallelConfig(ring_degree=ranks))
-    inner = [degree for degree in range(2, ranks) if ranks % degree == 0]
-    found += [ParallelConfig(ulysses_degree=degree, ring_degree=ranks // degree) for degree in inner]
-    return [*found, ParallelConfig(allgather_degree=ranks)]
+    if not ulysses_alone:
+        inner = [degree for degree in range(1, ranks) if ranks % degree == 0]
+        found += [ParallelConfig(ulysses_degree=degree, ring_degree=ranks // degree) for degree in inner]
+    found = [config.model_copy(update={"symmetric_memory": way}) for config in found for way in ways]
+    return found if ulysses_alone else [*found, ParallelConfig(allgather_degree=ranks)]
 
 
 def attention_candidates(
@@ -228,4 +233,5 @@ def candidates(
 
 
 def _name(config: ParallelConfig) -> str:
-    return config.describe() + (f", {config.head_pieces} pieces" if config.head_pieces > 1 else "")
+    pieces = f", {config.head_pieces} pieces" if config.head_pieces > 1 else ""
+    return config.describe() + pieces + (", over NCCL" if config.symmetric_memory is False else "")

@@ -18,7 +18,7 @@ from benchmarks.rounds import FLUSHES, shuffled_rounds
 from benchmarks.tables import markdown_table
 from omni_attn.parallel.heads import split_heads
 from omni_attn.parallel.shards import Shards
-from omni_attn.parallel.trade import HeadTrade
+from omni_attn.parallel.trade import HeadTrade, Traded
 from omni_attn.tuning.clocks import clock_for
 
 Tensors = list[torch.Tensor]
@@ -48,16 +48,17 @@ def _ways(
     query, key, value = tensors
     heads = query.shape[2]
     trade = HeadTrade(StillCollectives(ranks), split_heads(heads, heads, ranks, role="packing"))
+    tokens = Traded(Shards(sizes))
     one = query.numel() * query.element_size()
     first, end = trade.query_span
     output = query.new_ones((1, sum(sizes), end - first, query.shape[3]))
     found: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
         "plain copy of the three, one kernel each": (partial(_plain, tensors), 6 * one),
         "trade.py, query, key and value": (
-            lambda: trade.to_heads([query], [key, value], sizes, sizes)[0][0],
+            lambda: trade.to_heads([query], [key, value], tokens, tokens)[0][0],
             6 * one,
         ),
-        "trade.py, output": (lambda: trade.to_tokens(output, sizes), 2 * one),
+        "trade.py, output": (lambda: trade.to_tokens(output, tokens), 2 * one),
     }
     if heads % ranks == 0:
         found |= {

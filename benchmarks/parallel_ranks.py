@@ -16,7 +16,9 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.rounds import FLUSHES
 from omni_attn.config import ParallelConfig
 from omni_attn.parallel import Parallel
+from omni_attn.parallel.collectives import Group, Pending
 from omni_attn.parallel.connection import connect
+from omni_attn.parallel.outbox import Outbox, Rows
 from omni_attn.tuning.clocks import FLUSH_BYTES, Call, WallClock
 
 # A rank that fails leaves the others waiting for no longer than this.
@@ -129,7 +131,7 @@ def of_all_ranks(numbers: Sequence[float]) -> list[tuple[float, ...]]:
     return list(zip(*found, strict=True))
 
 
-class StillCollectives:
+class StillCollectives(Group):
     """The first of so many ranks on a device that is alone: what it would get is there at once, as it was sent.
 
     Shapes are right and numbers are not, so that everything around an exchange can be timed. Where it would get more
@@ -142,19 +144,20 @@ class StillCollectives:
         self.size = size
         self._arrived: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def start_all_to_all(
-        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
-    ) -> torch.Tensor:
+    def start_all_to_all(self, outbox: Outbox) -> Pending:
         """As many rows as would be received."""
-        return rows if sum(receive) == rows.shape[0] else self._as_many(rows, sum(receive))
+        assert isinstance(outbox, Rows)
+        rows, wanted = outbox.rows, sum(outbox.counts.receive)
+        return rows if wanted == rows.shape[0] else self._as_many(rows, wanted)
 
-    def start_all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def start_all_gather(self, rows: torch.Tensor) -> Pending:
         """The rows as often as there are ranks."""
         return self._as_many(rows, self.size * rows.shape[0])
 
-    def wait(self, pending: torch.Tensor) -> torch.Tensor:
+    def wait(self, pending: Pending) -> torch.Tensor:
         """Nothing to wait for."""
-        return pending
+        arrived: torch.Tensor = pending
+        return arrived
 
     def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """This rank's, for each."""

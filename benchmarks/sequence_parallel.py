@@ -118,7 +118,7 @@ def _groups(arguments: argparse.Namespace, device: torch.device) -> Iterator[_Gr
         work = replace(work, tile=arguments.tile)
     sizes = f"{work.tokens} tokens, {work.heads} heads of {work.head_size}"
     if "dense" in arguments.parts:
-        configs = [c for ranks in arguments.ranks for c in splits(ranks, work.heads, arguments.pieces)]
+        configs = _splits(arguments, work.heads)
         whole = inputs(work, device, 3)
         found = attention_candidates(work, whole, None, configs, DENSE_TARGETS)
         yield _Group(f"Self-attention, {sizes}, the platform's default", found, _predicting(work.call()))
@@ -135,11 +135,7 @@ def _sparse_groups(work: Work, arguments: argparse.Namespace, device: torch.devi
         "backend": "FASTVIDEO_VSA",
         "fastvideo_vsa": {"sparsity": sparsity, "tile_size": list(work.tile)},
     }
-    configs = [
-        config
-        for ranks in arguments.ranks
-        for config in splits(ranks, work.heads, arguments.pieces, ulysses_alone=True)
-    ]
+    configs = _splits(arguments, work.heads, ulysses_alone=True)
     for words, tensors, overridden in (
         ("gate", 4, False),
         ("no gate", 3, False),
@@ -172,7 +168,7 @@ def _step_group(work: Work, arguments: argparse.Namespace, device: torch.device)
             gathered_bytes=output_bytes,
         )
 
-    configs = [c for ranks in arguments.ranks for c in splits(ranks, own.heads, arguments.pieces)]
+    configs = _splits(arguments, own.heads)
     forwards = Forwards(work, device, compiled=arguments.compile)
     found = candidates(forwards, configs, STEP_TARGETS)
     found.insert(1, forwards.yardstick())
@@ -183,6 +179,17 @@ def _step_group(work: Work, arguments: argparse.Namespace, device: torch.device)
         found,
         predict_forward,
     )
+
+
+def _splits(
+    arguments: argparse.Namespace, heads: int, *, ulysses_alone: bool = False
+) -> list[ParallelConfig]:
+    # Compiled code and exchanges that stand still know one way.
+    ways = (None,) if arguments.alone or arguments.toy or arguments.compile else (None, False)
+    found = []
+    for ranks in arguments.ranks:
+        found += splits(ranks, heads, arguments.pieces, ulysses_alone=ulysses_alone, ways=ways)
+    return found
 
 
 def _predicting(call: AttentionCall) -> Predict:

@@ -21,7 +21,12 @@ CALLS = {
     ),
 }
 PLANS = {
-    2: ({"ulysses_degree": 2}, {"ring_degree": 2}, {"allgather_degree": 2}),
+    2: (
+        {"ulysses_degree": 2},
+        {"ulysses_degree": 2, "head_pieces": 2},
+        {"ring_degree": 2},
+        {"allgather_degree": 2},
+    ),
     8: (
         {"ulysses_degree": 8},
         {"ulysses_degree": 4, "ring_degree": 2},

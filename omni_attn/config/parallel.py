@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import StrictBool, model_validator
 
 from omni_attn.config.base import ConfigModel, PositiveInt
 
@@ -26,6 +26,8 @@ class ParallelConfig(ConfigModel):
     """Heads that ulysses_degree does not divide: some ranks get one more (`spread`), or an error (`refuse`)."""
     head_pieces: PositiveInt = 1
     """At most so many pieces of a rank's heads: one piece is exchanged while another attends; with Ulysses alone."""
+    symmetric_memory: StrictBool | None = None
+    """Whether Ulysses and rings exchange through one another's GPU memory; left out = where the GPUs allow it."""
     timeout_seconds: PositiveInt = 600
     """How long a rank waits for the others before it gives up."""
 
@@ -46,6 +48,15 @@ class ParallelConfig(ConfigModel):
                 f"head_pieces is {self.head_pieces} with ulysses_degree {self.ulysses_degree} and ring_degree "
                 f"{self.ring_degree}: heads are exchanged in pieces under Ulysses alone. Set ulysses_degree above "
                 "1 and ring_degree to 1, or leave head_pieces out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_for_an_exchange(self) -> Self:
+        if self.symmetric_memory and self.ulysses_degree * self.ring_degree == 1:
+            raise ValueError(
+                f"symmetric_memory is true with {self.describe()}: Ulysses and rings exchange through memory, and "
+                "nothing else does. Set ulysses_degree or ring_degree above 1, or leave symmetric_memory out"
             )
         return self
 

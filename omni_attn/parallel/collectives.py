@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from omni_attn.errors import MetadataError
+from omni_attn.parallel.copies import copy_numbers, cut
+from omni_attn.parallel.outbox import Counts, Outbox, Rows
+
+Pending = Any
+"""What a group started; its `wait` makes a tensor of it, and nothing else may be done with it before."""
 
 
 class Collectives(Protocol):
@@ -26,28 +31,39 @@ class Collectives(Protocol):
     def rank(self) -> int:
         """This rank's place in it."""
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Starts to send the first send[0] rows to rank 0, the next send[1] to rank 1, and so on.
+    @property
+    def way(self) -> str:
+        """How exchanges travel, for a person; empty where that needs no word."""
+
+    def outbox(self, sources: Sequence[Tensor], counts: Counts) -> Outbox:
+        """Where the numbers that an exchange sends are best laid.
 
         Args:
-            rows: [sum(send), ...], contiguous.
-            send, receive: rows for each rank, and from each.
-
-        Returns:
-            What `wait` makes [sum(receive), ...], rows of rank 0 first. Nothing else may be done with it before.
+            sources: tensors that it will be filled from, of one dtype and device.
+            counts: of single numbers.
         """
 
-    def start_all_gather(self, rows: Tensor) -> Tensor:
+    def start_all_to_all(self, outbox: Outbox) -> Pending:
+        """Starts to send each rank its parcel.
+
+        Args:
+            outbox: of this group, or Rows; nobody writes into it any more.
+
+        Returns:
+            What `wait` makes [sum(receive), ...], rows of rank 0 first.
+        """
+
+    def start_all_gather(self, rows: Tensor) -> Pending:
         """Starts to send all rows, of which every rank has as many, to all ranks.
 
         Args:
             rows: [rows, ...], contiguous.
 
         Returns:
-            What `wait` makes [size * rows, ...], those of rank 0 first. Nothing else may be done with it before.
+            What `wait` makes [size * rows, ...], those of rank 0 first.
         """
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         """The rows, once they are there; on a GPU the current stream waits, and the host does not."""
 
     def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -79,15 +95,29 @@ def from_first(group: Collectives, tensor: Tensor) -> Tensor:
         (count, tensor.flatten().repeat(group.size)) if group.rank == 0 else (0, tensor.flatten()[:0])
     )
     send, receive = [sent] * group.size, [count, *[0] * (group.size - 1)]
-    return group.wait(group.start_all_to_all(rows, send, receive)).view(tensor.shape)
+    return group.wait(group.start_all_to_all(Rows(rows, Counts(send, receive)))).view(tensor.shape)
 
 
-def start_shift(group: Collectives, rows: Tensor, receive: int) -> Tensor:
-    """Starts to send the rows to the rank before this one, and to receive so many from the one behind; see `wait`."""
+def start_shift(group: Collectives, tensors: Sequence[Tensor], receive: int, largest: int) -> Pending:
+    """Starts to send tensors to the rank before this one, and to receive from the one behind; see `wait`.
+
+    Args:
+        tensors: their numbers travel as [N], one tensor's behind the other's.
+        receive: numbers.
+        largest: see Counts.
+    """
     send, take = [0] * group.size, [0] * group.size
-    send[(group.rank - 1) % group.size] = rows.shape[0]
-    take[(group.rank + 1) % group.size] = receive
-    return group.start_all_to_all(rows, send, take)
+    before, behind = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    send[before], take[behind] = sum(tensor.numel() for tensor in tensors), receive
+    counts = Counts(send, take, largest, to_one=True)
+    if len(tensors) == 1:
+        return group.start_all_to_all(Rows(tensors[0].flatten(), counts))
+    outbox = group.outbox(tensors, counts)
+    for _, parcels in outbox.parcels(range(before, before + 1)):
+        places = cut(parcels[0], [tensor.numel() for tensor in tensors])
+        for place, tensor in zip(places, tensors, strict=True):
+            copy_numbers(tensor, place.view(tensor.shape))
+    return group.start_all_to_all(outbox)
 
 
 def tied(output: Tensor, *beside: Tensor) -> Tensor:
@@ -100,6 +130,11 @@ def tied(output: Tensor, *beside: Tensor) -> Tensor:
         return output
     nothing = [tensor.flatten()[:0].sum() for tensor in beside if tensor.requires_grad]
     return output + torch.stack(nothing).sum() if nothing else output
+
+
+def how(group: Collectives) -> str:
+    """The way of a group's exchanges as the end of a sentence."""
+    return f", {group.way}" if group.way else ""
 
 
 class Connected:
@@ -115,23 +150,36 @@ class Connected:
         )
 
 
-class LoneCollectives(Connected):
+class Group(Connected):
+    """A group that sends what lies in one tensor."""
+
+    way: str = ""
+
+    def outbox(self, sources: Sequence[Tensor], counts: Counts) -> Outbox:
+        """See Collectives."""
+        return Rows(sources[0].new_empty(sum(counts.send)), counts)
+
+
+class LoneCollectives(Group):
     """The one rank of a group of one, which sends to itself."""
 
     size, rank = 1, 0
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, outbox: Outbox) -> Pending:
         """See Collectives."""
+        assert isinstance(outbox, Rows)
+        rows, (send, receive, *_) = outbox
         assert list(send) == list(receive) == [rows.shape[0]], f"{rows.shape[0]} rows, sent as {list(send)}"
         return rows
 
-    def start_all_gather(self, rows: Tensor) -> Tensor:
+    def start_all_gather(self, rows: Tensor) -> Pending:
         """See Collectives."""
         return rows
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         """See Collectives."""
-        return pending
+        arrived: Tensor = pending
+        return arrived
 
     def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """See Collectives."""
@@ -141,7 +189,7 @@ class LoneCollectives(Connected):
 class PlannedCollectives(Connected):
     """The first of so many ranks that nobody connected: every exchange is a MetadataError."""
 
-    rank = 0
+    rank, way = 0, ""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -152,4 +200,4 @@ class PlannedCollectives(Connected):
             "torchrun and build the model inside use_parallel(connect(config))"
         )
 
-    start_all_to_all = start_all_gather = wait = share_counts = _refuse
+    outbox = start_all_to_all = start_all_gather = wait = share_counts = _refuse

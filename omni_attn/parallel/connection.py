@@ -23,7 +23,9 @@ from omni_attn.errors import ConfigError
 from omni_attn.parallel.collectives import Collectives, LoneCollectives
 from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.failure import fail_together
+from omni_attn.parallel.peers import PeerCollectives
 from omni_attn.parallel.process_group import GroupCollectives
+from omni_attn.parallel.symmetric import SymmetricMemory, why_not
 
 # What torch reads by itself when it connects processes.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,7 +46,7 @@ def connect(config: ParallelConfig, device: torch.device | str | None = None) ->
 
     Raises:
         ConfigError: there are more or fewer processes than the configuration has places for, or than GPUs; on every
-            process alike, before one waits for another.
+            process alike, before one waits for another. Or GPUs cannot read one another's memory as was asked.
     """
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check_size(config)
@@ -59,7 +61,11 @@ def connect(config: ParallelConfig, device: torch.device | str | None = None) ->
     everyone = dist.group.WORLD
     assert everyone is not None
     _set_pg_timeout(timeout, everyone)
-    groups = _groups(config, own.type, timeout)
+    try:
+        groups = _groups(config, own, timeout)
+    except ConfigError:
+        disconnect()
+        raise
     return Parallel(config, GroupCollectives(everyone), groups["ulysses"], groups["ring"])
 
 
@@ -170,16 +176,34 @@ def _store_of(rank: str, size: str, address: str, port: str, timeout: timedelta)
     return store
 
 
-def _groups(config: ParallelConfig, device_type: str, timeout: timedelta) -> dict[str, Collectives]:
+def _groups(config: ParallelConfig, own: torch.device, timeout: timedelta) -> dict[str, Collectives]:
     """The group of this rank in each dimension; rank = ring place * ulysses_degree + Ulysses place."""
     degrees = {"ring": config.ring_degree, "ulysses": config.ulysses_degree}
     groups: dict[str, Collectives] = {name: LoneCollectives() for name in degrees}
     split = {name: degree for name, degree in degrees.items() if degree > 1}
     if not split:
         return groups
-    mesh = init_device_mesh(device_type, tuple(split.values()), mesh_dim_names=tuple(split))
+    mesh = init_device_mesh(own.type, tuple(split.values()), mesh_dim_names=tuple(split))
     for name in split:
         group = mesh.get_group(name)
         _set_pg_timeout(timeout, group)
-        groups[name] = GroupCollectives(group)
+        groups[name] = _collectives(group, name, config, own)
     return groups
+
+
+def _collectives(
+    group: dist.ProcessGroup, name: str, config: ParallelConfig, own: torch.device
+) -> Collectives:
+    """The ranks of one dimension, with the way that their exchanges take."""
+    asked = config.symmetric_memory
+    if asked is False or (asked is None and own.type != "cuda"):
+        return GroupCollectives(group)
+    reason = why_not(group, own)
+    if asked and reason:
+        raise ConfigError(
+            f"parallel.symmetric_memory: ranks of {name}_degree cannot read one another's memory: {reason}. Leave it "
+            "out, or set it to false: their exchanges then go through torch.distributed's collectives"
+        )
+    if not reason:
+        return PeerCollectives(GroupCollectives(group), SymmetricMemory(group, own, config.timeout_seconds))
+    return GroupCollectives(group, way=f"over {dist.get_backend(group)} ({reason})")

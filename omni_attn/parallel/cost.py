@@ -159,6 +159,8 @@ def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Mac
     sent_heads = [(1 + call.beside_query) * first + 2 * second for first, second in counts]
 
     pieces = len(split.cut(config.head_pieces))
+    memory = config.symmetric_memory
+    wires, ring_wires = machine.wires(traders, memory), machine.wires(config.size, memory)
     compute = pieces * kernel_seconds(
         call, machine, queries, _keys_seen(call) if rounds == 1 else queries, heads // pieces
     )
@@ -169,31 +171,35 @@ def _traded_and_passed(call: AttentionCall, config: ParallelConfig, machine: Mac
         for matrix in (there, back):
             sent += max(sum(row) - row[rank] for rank, row in enumerate(matrix))
             exchanged += pieces * machine.all_to_all_seconds(
-                [[count // pieces for count in row] for row in matrix]
+                [[count // pieces for count in row] for row in matrix], wires
             )
-        copied += 2 * (call.bytes_of(sizes[0], sum(sent_heads)) + call.bytes_of(sizes[0], call.heads))
+        output = call.bytes_of(sizes[0], call.heads)
+        copied += 2 * (call.bytes_of(sizes[0], sum(sent_heads)) + (1 + wires.staged) * output)
         runs = len(set(counts))  # of ranks with as many heads, which one copy serves
-        # Pieces of heads do not follow one another in the tensors of a rank.
-        launches += (runs if pieces == 1 else traders * pieces) * (3 + call.beside_query) + 1
+        # Pieces of heads do not follow one another in the tensors of a rank, nor parcels that others read.
+        is_whole = pieces == 1 and not wires.staged
+        launches += (runs if is_whole else traders * pieces) * (3 + call.beside_query) + 1
     # The first piece has nothing to hide behind on its way there, and the last one on its way back.
     open_share, hiding = exchanged / pieces, (pieces - 1) / pieces
-    exposed = open_share + hiding * max(machine.hindrance * exchanged, exchanged - compute)
+    exposed = open_share + hiding * max(wires.hindrance * exchanged, exchanged - compute)
     if rounds > 1:
         if call.causal:  # the own shard is a triangle
             compute = kernel_seconds(call, machine, queries, queries / 2, heads)
         # The last rank of a causal ring computes every round, and all ranks wait for it.
         other = kernel_seconds(call, machine, queries, queries, heads)
         passed = 2 * call.bytes_of(queries, key_heads)
-        shift = machine.shift_seconds(passed, config.size)
+        shift = machine.shift_seconds(passed, config.size, ring_wires)
         exchanged += (rounds - 1) * shift
         beside = [compute] + (rounds - 2) * [other]
-        exposed += sum(max(machine.hindrance * shift, shift - kernel) for kernel in beside)
+        exposed += sum(max(ring_wires.hindrance * shift, shift - kernel) for kernel in beside)
         compute += (rounds - 1) * other
         sent += (rounds - 1) * passed
-        copied += 2 * passed + _merge_bytes(call, queries, heads, rounds)
+        # What is passed on lies ready already, where nobody reads it: it was received in a tensor of its own.
+        copied += 2 * passed * (1 + (rounds - 2) * ring_wires.staged)
+        copied += _merge_bytes(call, queries, heads, rounds)
         launches += rounds + 1
     return Prediction(
-        degrees=config.describe(),
+        degrees=config.describe() + (f", {pieces} pieces" if pieces > 1 else ""),
         ranks=config.size,
         sent_bytes=sent,
         compute_seconds=compute,
@@ -228,8 +234,11 @@ def _gathered(call: AttentionCall, config: ParallelConfig, machine: Machine) -> 
 def _all_gather_seconds(piece: float, ranks: int, machine: Machine) -> float:
     """Each rank's piece, in bytes, to all: sent once into every host, and then from rank to rank in it."""
     near = min(ranks, machine.ranks_per_host)
-    wires = [(ranks - 1) * piece / machine.exchange, (ranks - near) / near * piece / machine.network]
-    return max(wires) + (machine.latency if near == ranks else machine.network_latency)
+    wires = [
+        (ranks - 1) * piece / machine.collectives.exchange,
+        (ranks - near) / near * piece / machine.network,
+    ]
+    return max(wires) + (machine.collectives.latency if near == ranks else machine.network_latency)
 
 
 def _merge_bytes(call: AttentionCall, queries: int, heads: int, rounds: int) -> int:

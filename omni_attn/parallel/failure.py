@@ -1,7 +1,8 @@
 """One process fails, all fail: its error reaches the others, and those that wait for it in an exchange are freed.
 
 The first error is written into the store that connected the processes, where a thread of each looks for it. Who waits
-in an exchange of NCCL is freed by aborting the communicators; with gloo it is freed when the process that failed ends.
+in an exchange of NCCL is freed by aborting the communicators; with gloo it is freed when the process that failed ends;
+who waits on its GPU for another's memory is ended.
 """
 
 from __future__ import annotations

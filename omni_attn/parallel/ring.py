@@ -26,7 +26,7 @@ class Ring(Strategy):
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
         super().__init__(request, parallel)
-        self.rounds = RingRounds(parallel.ring, request)
+        self.rounds = RingRounds(parallel.ring, request, self.local_heads[1])
 
     def geometries(self) -> dict[str, dict[str, Any]]:
         """See Strategy."""

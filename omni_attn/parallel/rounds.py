@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from omni_attn.backends.abstract import AttentionImpl
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.errors import MetadataError
 from omni_attn.facts import AttentionRequest
-from omni_attn.parallel.collectives import Collectives, start_shift, tied
+from omni_attn.parallel.collectives import Collectives, how, start_shift, tied
 from omni_attn.parallel.joint import JointTokens, join_streams
 from omni_attn.parallel.parts import Part, merge_part
 from omni_attn.parallel.shards import Shards, Span, count_tokens
@@ -33,10 +32,11 @@ class RingRounds:
     Args:
         group: ranks that hand keys and values round.
         request: of the layer.
+        kv_heads: of the rank with the most, of any ring.
     """
 
-    def __init__(self, group: Collectives, request: AttentionRequest) -> None:
-        self.group, self.request = group, request
+    def __init__(self, group: Collectives, request: AttentionRequest, kv_heads: int) -> None:
+        self.group, self.request, self.kv_heads = group, request, kv_heads
 
     def geometries(self, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The local impls by name, see Strategy.geometries; `own` are the keywords of the layer's."""
@@ -45,7 +45,7 @@ class RingRounds:
     def describe(self) -> str:
         """For a person."""
         seen = "the keys before its own tokens" if self.request.causal else "all keys"
-        return f"{self.group.size} ranks hand keys and values round, each attends to {seen} in turn"
+        return f"{self.group.size} ranks hand keys and values round, each attends to {seen} in turn{how(self.group)}"
 
     def impl_of(self, shard: int, rank: int) -> str:
         """The impl that attends to a shard: in a causal layer all keys of an earlier one are seen by every query."""
@@ -105,7 +105,8 @@ class RingRounds:
         """Attention of this rank's queries to the keys of all ranks.
 
         Args:
-            tokens: this rank's, and joint streams with the heads of its query and key.
+            tokens: this rank's, and joint streams with the heads of its query and key; a rank without heads takes
+                part in the exchanges alone.
             metadata: whose products were made from `views`.
             sizes: key tokens of each rank.
 
@@ -113,11 +114,14 @@ class RingRounds:
             [B, Jq + Sq, H, Dv], contiguous; zeros for rows that see no key.
         """
         products, (key, value) = metadata.products, (tokens.key, tokens.value)
+        if not tokens.query.shape[2]:
+            products = {}
         query, *near = join_streams(
             self.request, tokens.query, key, value, tokens.joint, metadata.joint.order
         )
         rank, ranks = self.group.rank, self.group.size
-        held = torch.cat((key.flatten(), value.flatten()))
+        held: tuple[Tensor, ...] = (key, value)
+        largest = key.shape[0] * max(sizes) * self.kv_heads * (key.shape[3] + value.shape[3])
         merged: Part | None = None
         passed: list[Tensor] = []
         done = 0
@@ -125,17 +129,17 @@ class RingRounds:
             behind = (shard + 1) % ranks
             coming = None
             if behind != rank:
-                coming = start_shift(self.group, held, _numbers(key, value, sizes[behind]))
+                coming = start_shift(self.group, held, _numbers(key, value, sizes[behind]), largest)
             product = products.get(str(shard))
             if product is not None:
-                keys, values = near if shard == rank else _unpack(held, key, value, sizes[shard])
+                keys, values = near if shard == rank else _unpack(held[0], key, value, sizes[shard])
                 part = impls[self.impl_of(shard, rank)].forward_with_lse(query, keys, values, product)
                 done += 1
                 merged = merge_part(merged, part, is_last=done == len(products))
-            if held.requires_grad:  # what has no gradient is let go once it has passed by
-                passed.append(held)
+            # What has no gradient is let go once it has passed by.
+            passed += [tensor for tensor in held if tensor.requires_grad]
             if coming is not None:
-                held = self.group.wait(coming)
+                held = (self.group.wait(coming),)
         output = query.new_zeros(*query.shape[:3], value.shape[3]) if merged is None else merged[0]
         return tied(output, *passed)
 

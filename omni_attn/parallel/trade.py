@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from omni_attn.parallel.collectives import Collectives
+from omni_attn.parallel.copies import copy_numbers, cut
 from omni_attn.parallel.heads import HeadSplit
-from omni_attn.parallel.shards import Span
+from omni_attn.parallel.outbox import Counts, Rows
+from omni_attn.parallel.shards import Shards, Span
 
 
 class _Part(NamedTuple):
@@ -33,6 +35,28 @@ class _Part(NamedTuple):
         each = (len(ranks), (end - start) // len(ranks))
         heads: Tensor = self.tensor[:, :, start:end].unflatten(2, each)  # type: ignore[no-untyped-call]
         return heads.permute(2, 1, 0, 3, 4).flatten(3)
+
+
+class Traded(NamedTuple):
+    """Tokens of the ranks of one group, in what all ranks hold.
+
+    Attributes:
+        shards: of all ranks.
+        ranks: of the group, which follow one another.
+    """
+
+    shards: Shards
+    ranks: slice = slice(None)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank of the group."""
+        return self.shards.sizes[self.ranks]
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the rank with the most, of any group."""
+        return max(self.shards.sizes)
 
 
 class HeadTrade:
@@ -60,30 +84,31 @@ class HeadTrade:
         }
 
     def to_heads(
-        self, query: Sequence[Tensor], key: Sequence[Tensor], sizes: Sequence[int], key_sizes: Sequence[int]
+        self, query: Sequence[Tensor], key: Sequence[Tensor], queries: Traded, keys: Traded
     ) -> tuple[list[Tensor], list[Tensor]]:
         """All tokens, with this rank's heads, of tensors that have this rank's tokens and all heads: strided.
 
         Args: see start_to_heads.
         """
-        return self.start_to_heads(query, key, sizes, key_sizes)()
+        return self.start_to_heads(query, key, queries, keys)()
 
     def start_to_heads(
-        self, query: Sequence[Tensor], key: Sequence[Tensor], sizes: Sequence[int], key_sizes: Sequence[int]
+        self, query: Sequence[Tensor], key: Sequence[Tensor], queries: Traded, keys: Traded
     ) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
         """Starts to_heads; the call waits for it. One exchange, or two where queries and keys are split differently.
 
         Args:
             query: tensors [B, S, H, D] with query heads.
             key: tensors [B, Sk, G, D] with key-value heads.
-            sizes, key_sizes: tokens of each rank.
+            queries, keys: tokens of the ranks.
         """
-        queries = [_Part(tensor, self.heads.query) for tensor in query]
-        keys = [_Part(self._repeat(tensor), self.heads.key) for tensor in key]
-        if tuple(sizes) != tuple(key_sizes):
-            first, second = self._start(queries, sizes), self._start(keys, key_sizes)
+        parts = [_Part(tensor, self.heads.query) for tensor in query]
+        key_parts = [_Part(self._repeat(tensor), self.heads.key) for tensor in key]
+        # By what all ranks hold, so that other groups make as many exchanges.
+        if queries.shards != keys.shards:
+            first, second = self._start(parts, queries), self._start(key_parts, keys)
             return lambda: (first(), second())
-        both, count = self._start([*queries, *keys], sizes), len(queries)
+        both, count = self._start([*parts, *key_parts], queries), len(parts)
 
         def arrived() -> tuple[list[Tensor], list[Tensor]]:
             found = both()
@@ -91,24 +116,24 @@ class HeadTrade:
 
         return arrived
 
-    def to_tokens(self, output: Tensor, sizes: Sequence[int], joint: int = 0, order: str = "front") -> Tensor:
+    def to_tokens(self, output: Tensor, tokens: Traded, joint: int = 0, order: str = "front") -> Tensor:
         """This rank's tokens with all heads, from all tokens [B, Sq, H, D] with this rank's heads: contiguous.
 
         Args: see start_to_tokens.
         """
-        return beside_one_another(self.start_to_tokens(output, sizes, joint, order)(), output.shape[3])
+        return beside_one_another(self.start_to_tokens(output, tokens, joint, order)(), output.shape[3])
 
     def start_to_tokens(
-        self, output: Tensor, sizes: Sequence[int], joint: int = 0, order: str = "front"
+        self, output: Tensor, tokens: Traded, joint: int = 0, order: str = "front"
     ) -> Callable[[], list[Tensor]]:
         """Starts to_tokens; the call waits, and gives this rank's tokens [S, B, X] with the heads of each rank.
 
         Args:
             output: joint tokens among them, before or behind the others as `order` says.
-            sizes: tokens of each rank.
+            tokens: of the ranks.
             joint: tokens that every rank gets.
         """
-        batch, size = output.shape[0], output.shape[3]
+        batch, size, sizes = output.shape[0], output.shape[3], tokens.sizes
         rows = output.transpose(0, 1).flatten(2)  # [S, B, X]
         if joint:
             rows = _beside_each(rows, sizes, joint, in_front=order == "front")
@@ -116,7 +141,8 @@ class HeadTrade:
         widths = [(end - start) * size for start, end in self.heads.query]
         send = [(joint + count) * batch * rows.shape[2] for count in sizes]
         receive = [own * batch * width for width in widths]
-        pending = self.group.start_all_to_all(rows.reshape(-1), send, receive)
+        counts = Counts(send, receive, (joint + tokens.largest) * batch * max(widths))
+        pending = self.group.start_all_to_all(Rows(rows.reshape(-1), counts))
 
         def arrived() -> list[Tensor]:
             received = self.group.wait(pending).split_with_sizes(receive)
@@ -128,24 +154,24 @@ class HeadTrade:
         repeat = self.heads.repeat
         return tensor_BSGD if repeat == 1 else tensor_BSGD.repeat_interleave(repeat, dim=2)
 
-    def _start(self, parts: Sequence[_Part], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        first = parts[0].tensor
-        batch, own = first.shape[:2]
+    def _start(self, parts: Sequence[_Part], traded: Traded) -> Callable[[], list[Tensor]]:
+        tensors, sizes = [part.tensor for part in parts], traded.sizes
+        batch, own = tensors[0].shape[:2]
         widths = [[part.width(rank) for part in parts] for rank in range(self.group.size)]
-        send = [own * batch * sum(width) for width in widths]
-        rows = first.new_empty(sum(send))
+        totals, mine = [sum(width) for width in widths], widths[self.group.rank]
+        counts = Counts(
+            [own * batch * total for total in totals],
+            [size * batch * sum(mine) for size in sizes],
+            traded.largest * batch * max(totals),
+        )
+        outbox = self.group.outbox(tensors, counts)
         # What one rank gets lies together, token by token, so that it need not sort what it receives.
-        start = 0
-        for width, ranks in _alike(widths, parts[0].spans):
-            end = start + sum(send[rank] for rank in ranks)
-            parcels = rows[start:end].view(len(ranks), own, batch, sum(width))
-            column = 0
-            for part, channels in zip(parts, width, strict=True):
-                parcels.narrow(3, column, channels).copy_(part.rows(ranks))
-                column += channels
-            start = end
-        mine = widths[self.group.rank]
-        pending = self.group.start_all_to_all(rows, send, [size * batch * sum(mine) for size in sizes])
+        for width, alike in _alike(widths, parts[0].spans):
+            for ranks, parcels in outbox.parcels(alike):
+                tokens = parcels.view(len(ranks), own, batch, sum(width))
+                for part, column in zip(parts, cut(tokens, width, dim=3), strict=True):
+                    copy_numbers(part.rows(ranks), column)
+        pending = self.group.start_all_to_all(outbox)
 
         def arrived() -> list[Tensor]:
             received = self.group.wait(pending).view(sum(sizes), batch, sum(mine))

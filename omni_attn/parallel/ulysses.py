@@ -12,12 +12,13 @@ from torch import Tensor
 
 from omni_attn.backends.metadata import AttentionMetadata
 from omni_attn.facts import AttentionRequest
+from omni_attn.parallel.collectives import how
 from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.heads import split_heads
 from omni_attn.parallel.joint import JointTokens
 from omni_attn.parallel.shards import Shards, Span
 from omni_attn.parallel.strategy import ParallelMetadata, Strategy, Tokens, check_inputs
-from omni_attn.parallel.trade import HeadTrade
+from omni_attn.parallel.trade import HeadTrade, Traded
 from omni_attn.parallel.views import OWN, View, view_record
 
 
@@ -53,6 +54,7 @@ class Ulysses(Strategy):
         each = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         return (
             f"{trade.group.size} ranks trade tokens for heads, {each} of {self.request.num_heads} heads each"
+            f"{how(trade.group)}"
         )
 
     def views(
@@ -62,9 +64,9 @@ class Ulysses(Strategy):
         lengths = (joint.query + query.total, joint.key + key.total)
         return {OWN: view_record(record, lengths, heads=self.heads_of(rank))}
 
-    def traded(self, shards: Shards) -> tuple[int, ...]:
+    def traded(self, shards: Shards) -> Traded:
         """Tokens of the ranks that trade."""
-        return shards.sizes
+        return Traded(shards)
 
     def pre_attention(self, tokens: Tokens, metadata: ParallelMetadata) -> Tokens:
         """See Strategy."""

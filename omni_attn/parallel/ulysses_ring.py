@@ -19,6 +19,7 @@ from omni_attn.parallel.joint import JointTokens
 from omni_attn.parallel.rounds import RingRounds
 from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.strategy import ParallelMetadata, Tokens
+from omni_attn.parallel.trade import Traded
 from omni_attn.parallel.ulysses import Ulysses
 from omni_attn.parallel.views import OWN, View
 
@@ -31,7 +32,8 @@ class UlyssesRing(Ulysses):
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
         super().__init__(request, parallel)
-        self.rounds = RingRounds(parallel.ring, request)
+        kv_heads = max(end - start for start, end in self.trade.heads.key)
+        self.rounds = RingRounds(parallel.ring, request, kv_heads)
 
     def geometries(self) -> dict[str, dict[str, Any]]:
         """See Strategy."""
@@ -49,16 +51,14 @@ class UlyssesRing(Ulysses):
         place, heads = rank // traders, self.heads_of(rank)
         return self.rounds.views(record, query.joined(traders), key.joined(traders), joint, place, heads)
 
-    def traded(self, shards: Shards) -> tuple[int, ...]:
+    def traded(self, shards: Shards) -> Traded:
         """See Ulysses."""
         traders = self.trade.group.size
         first = self.rounds.group.rank * traders
-        return shards.sizes[first : first + traders]
+        return Traded(shards, slice(first, first + traders))
 
     def attend(
         self, impls: Mapping[str, AttentionImpl], tokens: Tokens, metadata: ParallelMetadata
     ) -> Tensor:
         """See Strategy."""
-        if not tokens.query.shape[2]:  # no rank of its ring has heads, so none waits for it there
-            return super().attend(impls, tokens, metadata)
         return self.rounds.attend(impls, tokens, metadata, metadata.key.joined(self.trade.group.size).sizes)

@@ -11,25 +11,28 @@ import torch
 from torch import Tensor
 
 from omni_attn.config import ParallelConfig
-from omni_attn.parallel.collectives import Connected
+from omni_attn.parallel.collectives import Group, Pending
 from omni_attn.parallel.context import Parallel, use_parallel
+from omni_attn.parallel.outbox import Outbox, Rows
 
 Result = TypeVar("Result")
 _WAIT = 60.0
 
 
-class ThreadCollectives(Connected):
+class ThreadCollectives(Group):
     """Collectives of a group of threads.
 
     Gradients flow through an exchange from one thread into another, so that a backward pass of the sum of all ranks'
     results, in one thread, is what backward passes on all ranks give.
     """
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: _Threads, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, outbox: Outbox) -> Pending:
         """See omni_attn.parallel.collectives.Collectives."""
+        assert isinstance(outbox, Rows)
+        rows, (send, receive, *_) = outbox
         assert rows.shape[0] == sum(send), (
             f"rank {self.rank} holds {rows.shape[0]} rows, and sends {list(send)}"
         )
@@ -39,23 +42,24 @@ class ThreadCollectives(Connected):
         assert found == list(receive), f"rank {self.rank} expects {list(receive)} rows, and gets {found}"
         return torch.cat(arrived)
 
-    def start_all_gather(self, rows: Tensor) -> Tensor:
+    def start_all_gather(self, rows: Tensor) -> Pending:
         """See omni_attn.parallel.collectives.Collectives."""
         brought = self._group.exchange(self.rank, rows)
         shapes = {tuple(part.shape) for part in brought}
         assert len(shapes) == 1, f"ranks gather pieces of unequal shapes {shapes}"
         return torch.cat(brought)
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         """See omni_attn.parallel.collectives.Collectives."""
-        return pending
+        arrived: Tensor = pending
+        return arrived
 
     def share_counts(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """See omni_attn.parallel.collectives.Collectives."""
         return tuple(map(tuple, self._group.exchange(self.rank, counts)))
 
 
-class _Group:
+class _Threads:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: list[Any] = [None] * size
@@ -81,9 +85,9 @@ def fake_ranks(config: ParallelConfig | dict[str, Any], work: Callable[[Parallel
     """
     made = config if isinstance(config, ParallelConfig) else ParallelConfig.model_validate(config)
     ulysses, ring = made.ulysses_degree, made.ring_degree
-    everyone = _Group(made.size)
-    inner = [_Group(ulysses) for _ in range(made.size // ulysses)]
-    outer = [_Group(ring) for _ in range(made.size // ring)]
+    everyone = _Threads(made.size)
+    inner = [_Threads(ulysses) for _ in range(made.size // ulysses)]
+    outer = [_Threads(ring) for _ in range(made.size // ring)]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(rank: int) -> Result:

@@ -10,9 +10,11 @@ import torch
 from benchmarks import parallel_packing as packing
 from benchmarks import sequence_parallel as script
 from benchmarks.parallel_ranks import StillCollectives
-from omni_attn.parallel.collectives import all_gather
+from omni_attn.parallel.collectives import Pending, all_gather
 from omni_attn.parallel.heads import split_heads
-from omni_attn.parallel.trade import HeadTrade
+from omni_attn.parallel.outbox import Counts, Outbox, Rows
+from omni_attn.parallel.shards import Shards
+from omni_attn.parallel.trade import HeadTrade, Traded
 
 
 def tables(text: str) -> dict[str, list[list[str]]]:
@@ -130,18 +132,20 @@ def test_all_ways_of_packing_are_the_same() -> None:
     sent: list[torch.Tensor] = []
 
     class Noting(StillCollectives):
-        def start_all_to_all(self, rows: torch.Tensor, *counts: object) -> torch.Tensor:
-            sent.append(rows)
-            return rows
+        def start_all_to_all(self, outbox: Outbox) -> Pending:
+            assert isinstance(outbox, Rows)
+            sent.append(outbox.rows)
+            return outbox.rows
 
     trade = HeadTrade(Noting(2), split_heads(6, 6, 2, role="self"))
-    trade.to_heads(tensors[:1], tensors[1:], (3, 3), (3, 3))
+    tokens = Traded(Shards((3, 3)))
+    trade.to_heads(tensors[:1], tensors[1:], tokens, tokens)
     assert torch.equal(sent[0], expected.flatten())
 
 
 def test_what_stands_still_has_the_right_shapes() -> None:
     still, rows = StillCollectives(3), torch.arange(6.0).view(3, 2)
-    assert still.start_all_to_all(rows, (1, 1, 1), (1, 1, 1)) is rows
-    assert still.start_all_to_all(rows, (1, 1, 1), (2, 2, 1)).shape == (5, 2)
+    assert still.start_all_to_all(Rows(rows, Counts((1, 1, 1), (1, 1, 1)))) is rows
+    assert still.start_all_to_all(Rows(rows, Counts((1, 1, 1), (2, 2, 1)))).shape == (5, 2)
     assert all_gather(still, rows, (3, 3, 2)).shape == (8, 2)
-    assert still.start_all_to_all(rows[:0], (0, 0, 0), (0, 0, 0)).shape == (0, 2)
+    assert still.start_all_to_all(Rows(rows[:0], Counts((0, 0, 0), (0, 0, 0)))).shape == (0, 2)

@@ -42,6 +42,9 @@ def test_the_section_and_its_overrides() -> None:
         ({"ring_degree": "2"}, "parallel.ring_degree", "valid integer"),
         ({"uneven_heads": "pad"}, "parallel.uneven_heads", "'spread' or 'refuse'"),
         ({"allgather_degree": 2, "ring_degree": 2}, "parallel", "allgather_degree is 2 beside"),
+        ({"symmetric_memory": True}, "parallel", "symmetric_memory is true with one process"),
+        ({"symmetric_memory": True, "allgather_degree": 2}, "parallel", "with allgather_degree 2"),
+        ({"symmetric_memory": "no", "ring_degree": 2}, "parallel.symmetric_memory", "valid boolean"),
         (2, "parallel", "valid dictionary"),
     ],
 )

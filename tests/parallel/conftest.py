@@ -14,25 +14,35 @@ GPUS = 2
 
 
 @pytest.fixture(scope="session")
-def _gloo_processes() -> Iterator[Processes]:
+def gloo_processes() -> Iterator[Processes]:
     processes = Processes("cpu")
     yield processes
     processes.close()
 
 
 @pytest.fixture(scope="session")
-def _nccl_processes() -> Iterator[Processes]:
-    processes = Processes("cuda")
+def nccl_processes() -> Iterator[Processes]:
+    processes = Processes("cuda", {"symmetric_memory": False})
     yield processes
     processes.close()
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+@pytest.fixture(scope="session")
+def memory_processes() -> Iterator[Processes]:
+    processes = Processes("cuda", {"symmetric_memory": True})
+    yield processes
+    processes.close()
+
+
+WAYS = ["gloo", *(pytest.param(way, marks=pytest.mark.multi_gpu) for way in ("nccl", "memory"))]
+
+
+@pytest.fixture(params=WAYS)
 def processes(request: pytest.FixtureRequest) -> Processes:
-    """Ranks in processes of their own: on the CPU, and each with a GPU."""
+    """Ranks in processes of their own: on the CPU, and each with a GPU, exchanging by NCCL and through memory."""
     params = getattr(request.node, "callspec", None)
     needed = ParallelConfig.model_validate(params.params.get("config", {})).size if params else 1
-    if request.param == "nccl" and (found := torch.cuda.device_count()) < max(GPUS, needed):
+    if request.param != "gloo" and (found := torch.cuda.device_count()) < max(GPUS, needed):
         pytest.skip(f"needs {max(GPUS, needed)} GPUs of one host, found {found}")
-    made: Processes = request.getfixturevalue(f"_{request.param}_processes")
+    made: Processes = request.getfixturevalue(f"{request.param}_processes")
     return made

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from omni_attn.parallel import Parallel
-from omni_attn.parallel.collectives import Collectives
+from omni_attn.parallel.collectives import Collectives, Pending
+from omni_attn.parallel.outbox import Rows
 
 
 class PassedOn:
@@ -29,11 +29,11 @@ class CountedCollectives(PassedOn):
         super().__init__(inner)
         self.sent: list[int] = []
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        self.sent.append(rows.numel())
-        return self.inner.start_all_to_all(rows, send, receive)
+    def start_all_to_all(self, outbox: Rows) -> Pending:
+        self.sent.append(outbox.rows.numel())
+        return self.inner.start_all_to_all(outbox)
 
-    def start_all_gather(self, rows: Tensor) -> Tensor:
+    def start_all_gather(self, rows: Tensor) -> Pending:
         self.sent.append(rows.numel())
         return self.inner.start_all_gather(rows)
 

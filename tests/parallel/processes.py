@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 from omni_attn.config import ParallelConfig
 from omni_attn.parallel import Parallel, connected, use_parallel
+from omni_attn.parallel.peers import PeerCollectives
+from omni_attn.parallel.symmetric import SymmetricMemory
 from omni_attn.parallel.watch import Failure
 
 Work = Callable[..., Any]
@@ -43,10 +46,11 @@ class Processes:
 
     Args:
         device: "cpu", with gloo between them, or "cuda", with NCCL and a GPU for each.
+        settings: of ParallelConfig, where a piece of work does not say them.
     """
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, settings: dict[str, Any] | None = None) -> None:
+        self.device, self.settings = device, settings or {}
         self._context = multiprocessing.get_context("forkserver")
         # One process imports what they need, and they are its forks.
         self._context.set_forkserver_preload(["torch._dynamo", "tests.parallel.work"])
@@ -68,7 +72,12 @@ class Processes:
     def outcomes(
         self, config: dict[str, Any], work: Work, *arguments: Any, patience: float = PATIENCE
     ) -> list[Outcome]:
-        """What became of `work(parallel, *arguments)` on each rank; processes that failed are replaced by new ones."""
+        """What became of `work(parallel, *arguments)` on each rank; processes that failed are replaced by new ones.
+
+        Args:
+            patience: seconds for all of them.
+        """
+        config = {**self._settings_of(config), **config}
         size = ParallelConfig.model_validate(config).size
         while len(self._workers) < size:
             self._workers.append(self._start())
@@ -76,10 +85,15 @@ class Processes:
         file = Path(self._folder.name, str(self._given))
         for rank, (_, line) in enumerate(self._workers[:size]):
             line.send_bytes(pickle.dumps((file, rank, config, work, arguments)))
-        outcomes = [_outcome(*worker, patience) for worker in self._workers[:size]]
+        end = time.monotonic() + patience
+        outcomes = [_outcome(*worker, max(1.0, end - time.monotonic())) for worker in self._workers[:size]]
         if any(outcome.error is not None for outcome in outcomes):
             self.stop()
         return outcomes
+
+    def _settings_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Gathered keys have no choice of ways."""
+        return {} if "allgather_degree" in config else self.settings
 
     def stop(self) -> None:
         """Ends all processes."""
@@ -118,6 +132,8 @@ def _outcome(process: BaseProcess, line: Connection, patience: float) -> Outcome
 
 def _serve(line: Connection, device: str) -> None:
     torch.set_num_threads(1)
+    # What NCCL's watchdog ends after its timeout it ends at once, without a minute for what it saw to be written down.
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     while True:
         try:
             given = pickle.loads(line.recv_bytes())
@@ -157,5 +173,8 @@ def _on_cpu(result: Any) -> Any:
 
 
 def device_of(parallel: Parallel) -> torch.device:
-    """Where a rank's tensors live: its own GPU among those that NCCL connects, else the CPU."""
+    """Where a rank's tensors live: on the GPU whose memory it shares, on its own with NCCL, or on the CPU."""
+    for group in (parallel.ulysses, parallel.ring):
+        if isinstance(group, PeerCollectives) and isinstance(group.memory, SymmetricMemory):
+            return group.memory.device
     return torch.device("cuda", parallel.rank) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -7,11 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from omni_attn import AttentionMetadata, PackedPadding, prepare_attention
 from omni_attn.errors import MetadataError
 from omni_attn.parallel import Parallel
+from omni_attn.parallel.collectives import Pending
+from omni_attn.parallel.outbox import Rows
 from omni_attn.testing import fake_ranks
 from omni_attn.testing.ranks import ThreadCollectives
 from tests.layer.stands import HEAD_SIZE, STANDS
@@ -97,9 +98,9 @@ def test_ranks_agree_on_what_has_a_backward_pass(config: str, name: str) -> None
     asked: dict[int, dict[int, list[bool]]] = {}
     start = ThreadCollectives.start_all_to_all
 
-    def logged(self: ThreadCollectives, rows: Tensor, *sizes: Any) -> Tensor:
-        asked.setdefault(id(self._group), {}).setdefault(self.rank, []).append(rows.requires_grad)
-        return start(self, rows, *sizes)
+    def logged(self: ThreadCollectives, outbox: Rows) -> Pending:
+        asked.setdefault(id(self._group), {}).setdefault(self.rank, []).append(outbox.rows.requires_grad)
+        return start(self, outbox)
 
     with patch.object(ThreadCollectives, "start_all_to_all", logged):
         call.on_ranks(CONFIGS[config])

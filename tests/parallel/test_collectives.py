@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omni_attn.errors import MetadataError
 from omni_attn.parallel import Parallel, ParallelConfig, current_parallel, use_parallel
 from omni_attn.parallel.collectives import PlannedCollectives, all_gather
+from omni_attn.parallel.outbox import Counts, Rows
 from omni_attn.testing import fake_ranks
 from tests.parallel.scene import CONFIGS, every_config, randn
 
@@ -67,7 +68,7 @@ def test_a_piece_that_is_not_the_ranks_share_is_refused() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda group: group.start_all_to_all(randn(4, 2), [2, 2], [2, 2]),
+        lambda group: group.start_all_to_all(Rows(randn(4, 2), Counts([2, 2], [2, 2]))),
         lambda group: group.start_all_gather(randn(4, 2)),
         lambda group: group.wait(randn(4, 2)),
         lambda group: group.share_counts((1, 2)),

@@ -30,6 +30,14 @@ def test_its_message_is_everybodys(
     assert [outcome.exit_code for outcome in outcomes] == [1] * len(outcomes)
 
 
+def test_the_others_wait_in_a_layer(processes: Processes) -> None:
+    """Who waits on its GPU, for memory of a rank that is gone, cannot be freed and is ended."""
+    failed, waits = processes.outcomes(TWO, work.fail_before_attention, 0)
+    assert failed.error == ("ValueError", "rank 0 has had enough")
+    assert waits.error is not None and waits.error[0] in ("ParallelError", "ended")
+    assert (failed.exit_code, waits.exit_code) == (1, 1)
+
+
 def test_an_error_in_the_exchange_itself(processes: Processes) -> None:
     first, second = (outcome.error for outcome in processes.outcomes(TWO, work.fail_inside, 0))
     assert first is not None and second is not None
@@ -65,7 +73,7 @@ def test_a_rank_that_is_busy_with_something_else_is_ended(processes: Processes) 
 
 
 def test_a_rank_that_never_comes(processes: Processes) -> None:
-    waits, _ = processes.outcomes({**TWO, "timeout_seconds": 1}, work.hang, 1)
+    waits, _ = processes.outcomes({**TWO, "timeout_seconds": 1}, work.hang, 1, patience=75)
     assert waits.error is not None and waits.error[0] != "stuck"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,9 @@ from omni_attn import Attention, AttentionMetadata, VideoLayout, prepare_attenti
 from omni_attn.config import ParallelConfig
 from omni_attn.models.minimax_h3.attention.fastvideo_h3 import MiniMaxH3VSAImpl
 from omni_attn.parallel import Parallel, use_parallel
-from omni_attn.parallel.collectives import Collectives
+from omni_attn.parallel.collectives import Collectives, Pending
 from omni_attn.parallel.heads import split_heads
+from omni_attn.parallel.outbox import Rows
 from omni_attn.testing import fake_ranks
 from tests.parallel.counted import PassedOn
 
@@ -95,11 +95,11 @@ class Noting(PassedOn):
         super().__init__(inner)
         self.log = log
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, outbox: Rows) -> Pending:
         self.log.append("start")
-        return self.inner.start_all_to_all(rows, send, receive)
+        return self.inner.start_all_to_all(outbox)
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         self.log.append("wait")
         return self.inner.wait(pending)
 

@@ -101,6 +101,20 @@ def test_compiled(processes: Processes, config: Config) -> None:
     torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "degrees", [{"ulysses_degree": 2}, {"ulysses_degree": 2, "head_pieces": 3}, {"ring_degree": 2}]
+)
+def test_compiled_where_memory_could_be_shared(gloo_processes: Processes, degrees: Config) -> None:
+    call = Call(9, heads=6)
+    weights = randn(call.batch, call.length, call.heads, call.value_size, seed=7)
+    found = gloo_processes.run(degrees, work.compile_where_memory_could_be_shared, call, weights)
+    check(call, [each[0] for each in found], "compiled")
+    for each, eager in zip(
+        found, gloo_processes.run(degrees, work.differentiate, call, weights), strict=True
+    ):
+        torch.testing.assert_close(each[1:], eager, atol=1e-5, rtol=0)
+
+
 @every_mode
 def test_copies(processes: Processes, config: Config) -> None:
     call = Call(9, heads=6, kv_heads=3)
@@ -112,3 +126,12 @@ def test_processes_that_were_used_before(processes: Processes) -> None:
     for config in ({"ulysses_degree": 2}, {"ring_degree": 2}, {"ulysses_degree": 2}):
         for gathered in processes.run(config, work.exchange, 5):
             assert gathered.tolist() == [[0, 0, 0, 1, 1]]
+
+
+def test_memory_that_cannot_be_shared(processes: Processes) -> None:
+    if processes.device == "cuda":
+        pytest.skip("these GPUs can")
+    outcomes = processes.outcomes({"ulysses_degree": 2, "symmetric_memory": True}, work.exchange)
+    text = "ranks of ulysses_degree cannot read one another's memory: their tensors live on the cpu"
+    for outcome in outcomes:
+        assert outcome.error is not None and outcome.error[0] == "ConfigError" and text in outcome.error[1]

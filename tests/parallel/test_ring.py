@@ -22,7 +22,8 @@ from omni_attn.config import AttentionConfig, AttentionSpec, ParallelConfig
 from omni_attn.errors import BackendRejectedError, MetadataError
 from omni_attn.facts.evaluate import RING_MODES
 from omni_attn.parallel import Parallel, use_parallel
-from omni_attn.parallel.collectives import Collectives
+from omni_attn.parallel.collectives import Collectives, Pending
+from omni_attn.parallel.outbox import Rows
 from omni_attn.parallel.parts import Part, merge_part
 from omni_attn.platforms import current_omni_platform
 from omni_attn.testing import fake_device, fake_ranks
@@ -43,12 +44,13 @@ class LoggedCollectives(PassedOn):
         self.log = log
         self.arrived: list[weakref.ref[Tensor]] = []
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, outbox: Rows) -> Pending:
+        send = outbox.counts.send
         self.log.append(("send", sum(send)))
         assert send[(self.rank - 1) % self.size] == sum(send), "to the rank before, and to no other"
-        return self.inner.start_all_to_all(rows, send, receive)
+        return self.inner.start_all_to_all(outbox)
 
-    def wait(self, pending: Tensor) -> Tensor:
+    def wait(self, pending: Pending) -> Tensor:
         self.log.append("wait")
         arrived = self.inner.wait(pending)
         self.arrived.append(weakref.ref(arrived))

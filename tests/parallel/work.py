@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from omni_attn import Attention, AttentionMetadata, prepare_attention, use_attention_config
 from omni_attn.errors import ConfigError
-from omni_attn.parallel import Parallel, watch
+from omni_attn.parallel import Parallel, use_parallel, watch
+from omni_attn.parallel.collectives import Collectives
+from omni_attn.parallel.peers import PeerCollectives
+from omni_attn.parallel.process_group import GroupCollectives
+from omni_attn.parallel.symmetric import SymmetricMemory, why_not
 from tests.parallel.processes import device_of
 from tests.parallel.scene import SIZE, Call
+
+AGAIN_AND_AGAIN = [Call(length, heads=12, batch=1) for length in (4096, 700, 3001)]
 
 
 def attend(
@@ -59,6 +65,8 @@ class _Rank:
             self.layer = Attention(
                 call.heads, SIZE, role="self", num_kv_heads=call.kv_heads, **{**value, **call.needs}
             )
+        if compiled:  # a process has compiled such a layer before, and may do so a few times only
+            torch.compiler.reset()
         self.called: Any = (
             torch.compile(self.layer, fullgraph=True, backend="aot_eager") if compiled else self.layer
         )
@@ -71,6 +79,78 @@ class _Rank:
     def output(self) -> Tensor:
         output: Tensor = self.called(*self.own, self.record.with_layer_inputs(**self.streams))
         return output
+
+
+def replay(parallel: Parallel) -> list[Tensor]:
+    """Three outputs of a captured call, for inputs that follow one another in its tensors."""
+    rank = _Rank(parallel, Call(12, heads=6), compiled=False, prepared=True)
+    found, graph = [], torch.cuda.CUDAGraph()
+    with torch.cuda.device(rank.device), torch.inference_mode():
+        rank.output()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = rank.output()
+        for _ in range(3):
+            graph.replay()
+            found.append(captured.clone())
+            rank.output()  # and one beside it, through the same memory
+            for tensor in rank.own:
+                tensor.mul_(0.5)
+    return found
+
+
+def attend_again_and_again(parallel: Parallel) -> list[Tensor]:
+    """Outputs of AGAIN_AND_AGAIN, each as often as it is there with its inputs halved, on two streams in turn."""
+    ranks = [_Rank(parallel, call, compiled=False, prepared=True) for call in AGAIN_AND_AGAIN]
+    streams, found = [torch.cuda.Stream(device_of(parallel)) for _ in range(2)], []
+    with torch.inference_mode():
+        for turn in range(4 * len(ranks)):
+            rank, stream = ranks[turn % len(ranks)], streams[turn % 2]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(rank.output())
+            torch.cuda.current_stream().wait_stream(stream)
+            for tensor in rank.own:
+                tensor.mul_(0.5)
+    return found
+
+
+def compile_where_memory_could_be_shared(parallel: Parallel, call: Call, weights: Tensor) -> list[Tensor]:
+    """Output and gradients of a compiled layer, without a use of memory."""
+
+    class NoMemory:
+        def take(self, size: int) -> NoReturn:
+            raise AssertionError("compiled code and gradients go another way")
+
+    def own(group: Collectives) -> Collectives:
+        return PeerCollectives(group, NoMemory()) if group.size > 1 else group
+
+    through = replace(parallel, ulysses=own(parallel.ulysses), ring=own(parallel.ring))
+    with use_parallel(through):
+        return [*attend(through, [call], True), *differentiate(through, call, weights, True)]
+
+
+def on_one_gpu(parallel: Parallel, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` gives for processes that gloo connects and that share one GPU, and exchange through its memory."""
+    # Tensors of one GPU stand for those of several.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+
+    def own(group: Collectives) -> Collectives:
+        if not isinstance(group, GroupCollectives):
+            return group
+        reason = why_not(group.group, device)
+        assert not reason, reason
+        return PeerCollectives(group, SymmetricMemory(group.group, device, timeout_seconds=30))
+
+    through = replace(parallel, ulysses=own(parallel.ulysses), ring=own(parallel.ring))
+    with use_parallel(through):
+        return work(through, *arguments)
+
+
+def way(parallel: Parallel) -> str:
+    """How exchanges travel."""
+    return (parallel.ulysses if parallel.ulysses.size > 1 else parallel.ring).way
 
 
 def exchange(parallel: Parallel, tokens: int = 6) -> Tensor:
@@ -92,6 +172,15 @@ def fail_between(parallel: Parallel, rank: int) -> Tensor:
     if parallel.rank == rank:
         raise ValueError(f"rank {rank} has had enough")
     return exchange(parallel)
+
+
+def fail_before_attention(parallel: Parallel, rank: int) -> list[Tensor]:
+    """One rank fails while the others wait for it in the exchange of a layer, of which there was one before."""
+    watch.FREED_WITHIN = 0.5
+    attend(parallel, [Call()])
+    if parallel.rank == rank:
+        raise ValueError(f"rank {rank} has had enough")
+    return attend(parallel, [Call()])
 
 
 def fail_inside(parallel: Parallel, rank: int) -> Tensor:
