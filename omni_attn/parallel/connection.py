@@ -157,7 +157,13 @@ def _init_process_group(own: torch.device, timeout: timedelta) -> None:
     # Keys of its own for each connection: in those of an earlier one are addresses where nobody listens any more.
     _connections += 1
     rank, size, *_ = variables = [os.environ[name] for name in _VARIABLES]
-    store = dist.PrefixStore(f"omni_attn/{_connections}", _store_of(*variables, timeout))  # type: ignore[attr-defined]
+    try:
+        store = dist.PrefixStore(f"omni_attn/{_connections}", _store_of(*variables, timeout))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        raise ConfigError(
+            f"parallel: process {rank} of {size} did not find the others within {timeout.total_seconds():g} s: start "
+            f"all of them, or raise parallel.timeout_seconds ({str(error).splitlines()[0]})"
+        ) from error
     dist.init_process_group(
         dist.get_default_backend_for_device(own.type),
         store=store,

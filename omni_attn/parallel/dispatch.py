@@ -20,7 +20,8 @@ NOT_SPLIT = "not split: runs on each rank's own tensors"
 
 
 def _ulysses(request: AttentionRequest, parallel: Parallel) -> Strategy:
-    return (UlyssesInPieces if parallel.config.head_pieces > 1 else Ulysses)(request, parallel)
+    whole, pieces = Ulysses(request, parallel), UlyssesInPieces(request, parallel)
+    return pieces if len(pieces.trades) > 1 else whole
 
 
 STRATEGIES: Mapping[str, Callable[[AttentionRequest, Parallel], Strategy]] = {

@@ -19,7 +19,7 @@ from omni_attn.parallel.views import OWN, View, view_record
 
 
 class UlyssesInPieces(Ulysses):
-    """See the module. With one piece, where heads are not to be cut, it is Ulysses."""
+    """See the module. Where heads are not to be cut there is one piece, and Ulysses does it."""
 
     def __init__(self, request: AttentionRequest, parallel: Parallel) -> None:
         super().__init__(request, parallel)
@@ -37,17 +37,10 @@ class UlyssesInPieces(Ulysses):
         """See Strategy."""
         return (*super().key, len(self.trades))
 
-    def describe(self) -> str:
-        """See Strategy."""
-        pieces = len(self.trades)
-        return f"{super().describe()}, in {pieces} piece{'s' * (pieces > 1)}"
-
     def views(
         self, record: AttentionMetadata, query: Shards, key: Shards, joint: JointTokens, rank: int
     ) -> Mapping[str, View]:
         """See Strategy. A mask of its own for each head makes a view of its own for each piece."""
-        if len(self.trades) == 1:
-            return super().views(record, query, key, joint, rank)
         lengths, mask = (joint.query + query.total, joint.key + key.total), record.attn_mask
         if mask is None or mask.dim() < 4 or mask.shape[1] == 1:
             view = view_record(record, lengths)
@@ -59,14 +52,12 @@ class UlyssesInPieces(Ulysses):
 
     def pre_attention(self, tokens: Tokens, metadata: ParallelMetadata) -> Tokens:
         """See Strategy. Pieces are traded while attending."""
-        return super().pre_attention(tokens, metadata) if len(self.trades) == 1 else tokens
+        return tokens
 
     def attend(
         self, impls: Mapping[str, AttentionImpl], tokens: Tokens, metadata: ParallelMetadata
     ) -> Tensor:
         """See Strategy."""
-        if len(self.trades) == 1:
-            return super().attend(impls, tokens, metadata)
         check_inputs(self.request, tokens.query, tokens.inputs)
         joint, sizes = metadata.joint, self.traded(metadata.query)
         queries = [tokens.query, *tokens.inputs.values()]
@@ -87,5 +78,5 @@ class UlyssesInPieces(Ulysses):
         return beside_one_another([part for pieces in by_rank for part in pieces], tokens.value.shape[3])
 
     def post_attention(self, output: Tensor, metadata: ParallelMetadata) -> Tensor:
-        """See Strategy."""
-        return super().post_attention(output, metadata) if len(self.trades) == 1 else output
+        """See Strategy. Pieces are traded back while attending."""
+        return output

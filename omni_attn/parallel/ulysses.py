@@ -34,6 +34,7 @@ class Ulysses(Strategy):
         self.trade = HeadTrade(
             group, split_heads(heads, kv_heads, group.size, role=request.role, uneven=uneven)
         )
+        self.trades = [self.trade]
 
     @property
     def local_heads(self) -> tuple[int, int]:
@@ -52,9 +53,11 @@ class Ulysses(Strategy):
         trade = self.trade
         counts = [end - start for start, end in trade.heads.query]
         each = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        pieces = len(self.trades)
+        told = f", in {pieces} piece{'s' * (pieces > 1)}" if self.parallel.config.head_pieces > 1 else ""
         return (
             f"{trade.group.size} ranks trade tokens for heads, {each} of {self.request.num_heads} heads each"
-            f"{how(trade.group)}"
+            f"{how(trade.group)}{told}"
         )
 
     def views(

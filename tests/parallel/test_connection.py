@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,21 @@ def test_another_number_of_processes(monkeypatch: pytest.MonkeyPatch, started: i
     assert f"--nproc-per-node={asked} " in str(error.value) and f"ulysses_degree: {started}" in str(
         error.value
     )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_others_that_never_start(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The first one waits for them, the second one for the first."""
+    _started(monkeypatch, 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(
+        ConfigError, match=f"process {rank} of 2 did not find the others within 1 s: start all of them"
+    ):
+        connect(ParallelConfig(ulysses_degree=2, timeout_seconds=1), "cpu")
     assert not dist.is_initialized()
 
 
