@@ -4,7 +4,8 @@
                                            [--tile 4x8x8] [--compile] [--rounds N] [--output FILE] [--json FILE]
     python -m benchmarks.sequence_parallel --alone [--ranks 2,8,64] [--parts dense,vsa,step,packing] ...
 
-The first form starts a process for each GPU (torchrun does it as well), on NCCL. "dense" is the self-attention of Wan
+The first form starts a process for each GPU (torchrun does it as well). They exchange through one another's memory, and
+once more over NCCL. "dense" is the self-attention of Wan
 14B at 720p (75600 tokens, 40 heads of 128, bfloat16) under every strategy, "vsa" the same call at 10 % of the tiles
 under Ulysses, with and without a gate, and with MiniMax-H3's override; "step" a forward of Wan 1.3B at 480p. Inputs and
 weights are seeded. Every split call's whole output is first held against that of one rank. Rounds of all candidates
@@ -184,8 +185,8 @@ def _step_group(work: Work, arguments: argparse.Namespace, device: torch.device)
 def _splits(
     arguments: argparse.Namespace, heads: int, *, ulysses_alone: bool = False
 ) -> list[ParallelConfig]:
-    # Compiled code and exchanges that stand still know one way.
-    ways = (None,) if arguments.alone or arguments.toy or arguments.compile else (None, False)
+    # Compiled code and exchanges that stand still know one way, and CPUs have nothing to choose from.
+    ways = (None,) if arguments.toy else (False,) if arguments.alone or arguments.compile else (None, False)
     found = []
     for ranks in arguments.ranks:
         found += splits(ranks, heads, arguments.pieces, ulysses_alone=ulysses_alone, ways=ways)

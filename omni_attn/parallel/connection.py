@@ -25,7 +25,8 @@ from omni_attn.parallel.context import Parallel
 from omni_attn.parallel.failure import fail_together
 from omni_attn.parallel.peers import PeerCollectives
 from omni_attn.parallel.process_group import GroupCollectives
-from omni_attn.parallel.symmetric import SymmetricMemory, why_not
+from omni_attn.parallel.sharing import why_not
+from omni_attn.parallel.symmetric import SymmetricMemory
 
 # What torch reads by itself when it connects processes.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

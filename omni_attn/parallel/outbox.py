@@ -11,12 +11,11 @@ from torch import Tensor
 class Counts(NamedTuple):
     """The rows of an exchange of all with all, as one rank sees it.
 
-    A row is one number where `largest` is stated.
-
     Attributes:
         send, receive: rows for each rank, and from each.
         largest: at least the rows of the largest parcel between any two ranks, the same number on all ranks there are,
-            those of other groups too. 0 = not stated, and the exchange goes the way that needs no such agreement.
+            those of other groups too; rows are single numbers then. 0 = not stated, or nothing is sent, and the
+            exchange goes the way that needs no such agreement.
         to_one: every rank of the group sends to one other alone.
     """
 

@@ -81,8 +81,8 @@ class _Arriving(NamedTuple):
 class PeerCollectives(Connected):
     """A group that exchanges all with all through memory.
 
-    What has a gradient, what torch.compile traces and exchanges whose largest parcel is not stated go as in `inner`: on
-    all ranks alike, which therefore compile the same code, or none does.
+    What has a gradient, what torch.compile traces and exchanges whose largest parcel is not stated go as in `inner`.
+    Each rank decides so by itself: all have to compile the same code, or none.
 
     Args:
         inner: the same ranks.
@@ -150,5 +150,5 @@ class PeerCollectives(Connected):
 
 
 def _goes_through_memory(sources: Sequence[Tensor], counts: Counts) -> bool:
-    """Whether an exchange does; the same on all ranks."""
+    """Whether an exchange does, where all ranks have gradients and compiled code alike."""
     return bool(counts.largest) and not is_recorded(sources) and not torch.compiler.is_compiling()

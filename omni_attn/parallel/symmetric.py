@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,32 +11,25 @@ from torch import Tensor
 
 from omni_attn.errors import ConfigError, MetadataError
 from omni_attn.parallel.collectives import Connected
-
-try:
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory as symmetric
-except ImportError:  # a torch without it says so in `why_not`
-    symmetric = None  # type: ignore[assignment]
-
-_TRIED = 4096
-"""Bytes that a group first shares to see whether it can."""
+from omni_attn.parallel.sharing import allocate, first_word, share
 
 
 class SymmetricMemory(Connected):
     """See omni_attn.parallel.peers.PeerMemory.
 
-    Memory is kept and used again: about as many bytes as all exchanges that are under way at once take. Who replays a
-    CUDA graph does so on the stream that other exchanges of the group are on, or waits in between.
+    Memory is kept and used again: for each exchange that is under way at once, as much as its largest parcel takes for
+    each other rank, and up to a quarter more. What a CUDA graph was captured with stays for good; who replays it does
+    so on the stream that other exchanges of the group are on, or waits in between.
 
     Args:
-        group: ranks whose GPUs see one another, see `why_not`.
+        group: ranks whose GPUs see one another, see omni_attn.parallel.sharing.why_not.
         device: this rank's GPU.
         timeout_seconds: how long a rank waits in an exchange for the others before its GPU gives up.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: int) -> None:
         self.group, self.device, self.timeout_ms = group, device, 1000 * timeout_seconds
-        # Copies go before kernels of other streams that have not begun.
+        # Untested whether copies gain from it.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.free: list[SymmetricRegion] = []
 
@@ -52,10 +43,10 @@ class SymmetricMemory(Connected):
 
         Raises:
             MetadataError: there is none, and a CUDA graph is being captured, in which none can be made.
-            ConfigError: a rank has no memory left; on all ranks.
+            ConfigError: a rank has no memory left; on all ranks of the group.
         """
         fitting = [region for region in self.free if region.size >= size]
-        is_captured = torch.cuda.is_current_stream_capturing()
+        is_captured = _is_capturing(self.user)
         if fitting:
             region = min(fitting, key=lambda found: found.size)
             self.free.remove(region)
@@ -67,13 +58,18 @@ class SymmetricMemory(Connected):
                 f"An exchange needs {size} bytes that the ranks share, and cannot get them while a graph is captured: "
                 "run the same step once before its CUDA graph is captured, or set parallel.symmetric_memory: false"
             )
-        # All are too small; a graph writes into those that it was captured with.
-        self.free = [region for region in self.free if region.is_captured]
+        # All are too small, and one makes room for the new one: as many stay as were ever under way at once.
+        replaced = [region for region in self.free if not region.is_captured]
+        if replaced:
+            self.free.remove(max(replaced, key=lambda found: found.size))
+        # Memory that goes back waits for the device. Here a thread that ends this process can still run.
+        torch.cuda.synchronize(self.device)
+        del replaced
         return SymmetricRegion(self, _rounded(size))
 
 
 def _rounded(size: int) -> int:
-    """A quarter more at most, so that calls which grow little by little do not get memory anew each time."""
+    """A quarter more, or a MiB, so that calls which grow little by little do not get memory anew each time."""
     step = max(1 << 20, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
 
@@ -91,18 +87,20 @@ class SymmetricRegion:
 
     def __init__(self, memory: SymmetricMemory, size: int) -> None:
         self.memory, self.size, self.is_captured = memory, size, False
-        found = _allocated(size, memory.device)
+        found = allocate(size, memory.device)
+        torch.cuda.synchronize(memory.device)  # before others signal into what may still be cleared
         # Who got none says so before others wait for it.
         if told := first_word(memory.group, found if isinstance(found, str) else ""):
             raise ConfigError(f"parallel.symmetric_memory: {told}. Free some, or set it to false")
         assert isinstance(found, Tensor)
-        self._tensor, self._handle = found, symmetric.rendezvous(found, memory.group)
+        self._tensor, self._handle = found, share(found, memory.group)
         self._read: torch.cuda.Event | None = None
         self._user: torch.cuda.Stream | None = None
 
     def view(self, owner: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
         """See omni_attn.parallel.peers.Region."""
-        return self._handle.get_buffer(owner, (count,), dtype, start // dtype.itemsize)
+        found: Tensor = self._handle.get_buffer(owner, (count,), dtype, start // dtype.itemsize)
+        return found
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -137,71 +135,6 @@ class SymmetricRegion:
         self._handle.barrier(0, self.memory.timeout_ms)
 
 
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What keeps ranks from reading the memory of others of their groups; empty where nothing does. All ask together.
-
-    Args:
-        group: one of those that each rank is in one of; the answer is the same for all of them.
-        device: this rank's.
-    """
-    if device.type != "cuda":
-        return f"their tensors live on the {device.type}"
-    # Nobody tries to share before all are ready to: groups that differ in how often they did could not do so any more.
-    return first_word(None, _apart(group, device)) or first_word(None, _tried(group, device))
-
-
-def first_word(group: dist.ProcessGroup | None, said: str) -> str:
-    """What the first rank of a group says that says something; None = of all ranks."""
-    return next(filter(None, _of_all(group, said)), "")
-
-
-def _apart(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What keeps this rank's GPU from those of its group, as far as it sees them."""
-    places = _of_all(group, (socket.gethostname(), device.index))
-    hosts = {host for host, _ in places}
-    if len(hosts) > 1:
-        return f"their GPUs lie on {len(hosts)} hosts"
-    if symmetric is None:
-        return f"torch {torch.__version__} has no symmetric memory"
-    others = sorted({index for _, index in places} - {device.index})
-    seen = (index for index in others if index < torch.cuda.device_count())
-    far = [index for index in seen if not torch.cuda.can_device_access_peer(device, index)]
-    return f"GPU {device.index} does not reach the memory of GPU {far[0]}" if far else ""
-
-
-def _tried(group: dist.ProcessGroup, device: torch.device) -> str:
-    found = _allocated(_TRIED, device)
-    if isinstance(found, str):
-        return found
-    try:
-        symmetric.rendezvous(found, group)
-    except RuntimeError as error:
-        return f"rank {dist.get_rank()} cannot share memory: {_first_line(error)}"
-    return ""
-
-
-def _allocated(size: int, device: torch.device) -> Tensor | str:
-    """Bytes that others can read, or why there are none. They go back to the device with their tensor, and to no pool.
-
-    In a pool they would keep what they were shared by, under the names of groups that other groups may get.
-    """
-    try:
-        with torch.inference_mode(False):  # they outlive the mode in force
-            return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-    except RuntimeError as error:
-        return f"rank {dist.get_rank()} got no {size} bytes to share: {_first_line(error)}"
-
-
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _of_all(group: dist.ProcessGroup | None, said: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, said, group=group)
-    return found

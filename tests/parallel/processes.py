@@ -79,6 +79,8 @@ class Processes:
         """
         config = {**self._settings_of(config), **config}
         size = ParallelConfig.model_validate(config).size
+        if self.device == "cuda" and len(self._workers) < size:
+            self.stop()  # torch counts what a process shares with others, and new ones would begin at none
         while len(self._workers) < size:
             self._workers.append(self._start())
         self._given += 1

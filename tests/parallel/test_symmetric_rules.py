@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from omni_attn.errors import ConfigError, MetadataError
-from omni_attn.parallel import symmetric
-from omni_attn.parallel.symmetric import SymmetricMemory, SymmetricRegion, why_not
+from omni_attn.parallel import sharing
+from omni_attn.parallel.sharing import why_not
+from omni_attn.parallel.symmetric import SymmetricMemory, SymmetricRegion
 
 GIGABYTE = 1 << 30
 CUDA = torch.device("cuda", 0)
@@ -39,7 +41,11 @@ class Machine:
         self.waits = list[Stream]()
         self.shared = list[int]()
         self.said: dict[str, list[Any]] = {}
-        self.has_room = True
+        self.has_room, self.could_have_room = True, False
+        self.backend: str | None = "CUDA"
+
+    def empty_cache(self) -> None:
+        self.has_room = self.could_have_room
 
     def allocate(self, size: tuple[int, ...], *_: object) -> Tensor:
         if not self.has_room:
@@ -47,6 +53,7 @@ class Machine:
         return torch.empty(size, device="meta", dtype=torch.uint8)
 
     def rendezvous(self, tensor: Tensor, group: object) -> Any:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         self.shared.append(tensor.numel())
         return SimpleNamespace(barrier=lambda *_: self.waits.append(self.current))
 
@@ -65,10 +72,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         def __exit__(self, *_: object) -> None:
             made.current = self.before
 
-    monkeypatch.setattr(symmetric, "_SymmetricMemory", SimpleNamespace(empty_strided_p2p=made.allocate))
-    monkeypatch.setattr(symmetric.symmetric, "rendezvous", made.rendezvous)
-    monkeypatch.setattr(symmetric, "_of_all", lambda group, said: [said, *made.said.get(str(said), [])])
-    monkeypatch.setattr(symmetric.dist, "get_rank", lambda: 1)
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    monkeypatch.setattr(sharing, "_failed", "")
+    monkeypatch.setattr(sharing, "_SymmetricMemory", SimpleNamespace(empty_strided_p2p=made.allocate))
+    monkeypatch.setattr(sharing.symmetric, "rendezvous", made.rendezvous)
+    monkeypatch.setattr(sharing.symmetric, "get_backend", lambda device: made.backend)
+    monkeypatch.setattr(sharing, "_of_all", lambda group, said: [said, *made.said.get(str(said), [])])
+    monkeypatch.setattr(sharing, "_host", lambda: "here")
+    monkeypatch.setattr(sharing.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", made.empty_cache)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.current)
     monkeypatch.setattr(torch.cuda, "stream", On)
@@ -146,6 +159,40 @@ def test_a_graph_keeps_its_memory_and_gets_no_new(machine: Machine) -> None:
     assert own.free == [captured, larger]
 
 
+def test_a_step_that_ran_once_can_be_captured(machine: Machine) -> None:
+    """Two exchanges under way at once, then a large one: as much stays as the step needs."""
+    own = memory()
+
+    def step() -> None:
+        small = [own.take(10**7) for _ in range(2)]
+        for region in small:
+            with region.reading():
+                pass
+            region.give_back()
+        used(own, 10**8)
+
+    step()
+    machine.current = Stream(capturing=True)
+    step()
+    assert len(machine.shared) == 3
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_memory_is_not_written_to_all_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    memory().take(8)
+    assert machine.shared and os.environ.get(name) == before
+
+
+def test_memory_that_torch_keeps_for_tensors_is_used(machine: Machine) -> None:
+    machine.has_room, machine.could_have_room = False, True
+    assert memory().take(8).size == 1 << 20
+
+
 def test_no_room_on_one_rank_is_told_on_all_before_any_waits(machine: Machine) -> None:
     machine.has_room = False
     with pytest.raises(
@@ -161,7 +208,6 @@ def test_no_room_on_one_rank_is_told_on_all_before_any_waits(machine: Machine) -
 
 @pytest.fixture
 def two_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     machine.said["('here', 0)"] = [("here", 1)]
@@ -204,10 +250,27 @@ def test_sharing_that_fails(two_gpus: Machine, monkeypatch: pytest.MonkeyPatch, 
     def fail(*_: object) -> None:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(symmetric.symmetric, "rendezvous", fail)
-    assert reason() == f"rank 1 cannot share memory: {'not permitted' if text else 'RuntimeError'}"
+    monkeypatch.setattr(sharing.symmetric, "rendezvous", fail)
+    told = f"rank 1 cannot share memory: {'not permitted' if text else 'RuntimeError'}"
+    assert reason() == told
+    monkeypatch.setattr(sharing.symmetric, "rendezvous", None)
+    assert reason() == told, "nobody tries again"
+
+
+def test_no_room_while_trying(two_gpus: Machine) -> None:
+    two_gpus.has_room = False
+    assert reason() == "rank 1 got no 4096 bytes to share: out of memory" and not two_gpus.shared
+
+
+def test_another_way_of_sharing(two_gpus: Machine) -> None:
+    two_gpus.backend = "NVSHMEM"
+    assert reason() == "torch's symmetric memory is set to NVSHMEM, and CUDA is needed"
+
+
+def test_this_host() -> None:
+    assert sharing._host() == sharing._host() and len(sharing._host()) == 3
 
 
 def test_a_torch_without_it(two_gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "symmetric", None)
+    monkeypatch.setattr(sharing, "symmetric", None)
     assert reason() == f"torch {torch.__version__} has no symmetric memory"

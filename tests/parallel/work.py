@@ -18,7 +18,8 @@ from omni_attn.parallel import Parallel, use_parallel, watch
 from omni_attn.parallel.collectives import Collectives
 from omni_attn.parallel.peers import PeerCollectives
 from omni_attn.parallel.process_group import GroupCollectives
-from omni_attn.parallel.symmetric import SymmetricMemory, why_not
+from omni_attn.parallel.sharing import why_not
+from omni_attn.parallel.symmetric import SymmetricMemory
 from tests.parallel.processes import device_of
 from tests.parallel.scene import SIZE, Call
 
