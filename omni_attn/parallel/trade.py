@@ -105,7 +105,7 @@ class HeadTrade:
         parts = [_Part(tensor, self.heads.query) for tensor in query]
         key_parts = [_Part(self._repeat(tensor), self.heads.key) for tensor in key]
         # By what all ranks hold, so that other groups make as many exchanges.
-        if queries.shards != keys.shards:
+        if queries.shards.sizes != keys.shards.sizes:
             first, second = self._start(parts, queries), self._start(key_parts, keys)
             return lambda: (first(), second())
         both, count = self._start([*parts, *key_parts], queries), len(parts)
