@@ -44,9 +44,10 @@ def test_figures_in_the_text() -> None:
     assert all(0.24 < found.exposed_seconds / found.seconds < 0.5 for found in plans)
     assert "An efficiency of 0.4 is what to expect" in said
     assert all(found.efficiency == pytest.approx(0.4, abs=0.03) for found in plans)
-    assert "On two GPUs every strategy is near 1.9" in said
-    for degree in ("ulysses_degree", "ring_degree", "allgather_degree"):
-        assert cost(WAN, **{degree: 2}).speedup == pytest.approx(1.9, abs=0.05)
+    assert "On two GPUs a call of Wan 14B is 1.92 to 1.98 times as fast with every strategy" in said
+    speedups = [cost(WAN, **degrees).speedup for degrees in PLANS[2]]
+    assert 1.92 <= min(speedups) and max(speedups) <= 1.98
+    assert max(speedups) == cost(WAN, ring_degree=2).speedup, "whose exchange is hidden"
     assert "Twelve heads over eight ranks lose a quarter" in said
     few = next(call for call in CALLS.values() if call.heads == 12)
     lost = (
