@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
     Attributes:
         rows: [sum(counts.send), ...], contiguous, those for rank 0 first.
-        counts: see Outbox.
+        counts: for each rank, and from each.
     """
 
     rows: Tensor

@@ -16,6 +16,8 @@ from omni_attn.parallel.outbox import Counts, Outbox, Rows
 from omni_attn.parallel.shards import Shards
 from omni_attn.parallel.trade import HeadTrade, Traded
 
+SMALL = ["--toy", "--percent", "50", "--rounds", "1", "--pieces", "3"]
+
 
 def tables(text: str) -> dict[str, list[list[str]]]:
     """Cells of the rows by the line above their table."""
@@ -32,21 +34,7 @@ def tables(text: str) -> dict[str, list[list[str]]]:
 def test_alone(tmp_path: Path) -> None:
     output = tmp_path / "alone.md"
     parts = "dense,vsa,step,packing"
-    words = [
-        "--alone",
-        "--toy",
-        "--ranks",
-        "2,4",
-        "--parts",
-        parts,
-        "--percent",
-        "50",
-        "--rounds",
-        "1",
-        "--pieces",
-        "3",
-    ]
-    script.main([*words, "--output", str(output)])
+    script.main([*SMALL, "--alone", "--ranks", "2,4", "--parts", parts, "--output", str(output)])
     found = tables(output.read_text(encoding="utf-8"))
     assert len(found) == 7
     for name, rows in found.items():
@@ -75,20 +63,7 @@ def test_alone(tmp_path: Path) -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     output = tmp_path / "two.md"
-    words = [
-        "--toy",
-        "--ranks",
-        "2",
-        "--parts",
-        "dense,vsa,step",
-        "--percent",
-        "50",
-        "--rounds",
-        "1",
-        "--pieces",
-        "3",
-    ]
-    script.main([*words, "--output", str(output)])
+    script.main([*SMALL, "--ranks", "2", "--parts", "dense,vsa,step", "--output", str(output)])
     text = output.read_text(encoding="utf-8")
     assert "wrong numbers" not in text
     found = tables(text)
